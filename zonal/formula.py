@@ -1,4 +1,7 @@
-"""A link as source text, a metric as distances of parts: what algebra declares and the kernels take. It stands below both."""
+"""A link as source text, a metric as distances of parts: what algebra declares and the kernels take.
+
+It stands below both.
+"""
 
 import ast
 from dataclasses import dataclass
@@ -10,12 +13,14 @@ from typing import Literal, NamedTuple
 class Formula:
     """A link for the tile kernels, elementwise in the score x.
 
-    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the head's coefficients, then the
-    constants), ``n`` (how many of both) and ``horner(x, c, n)``. triton: "module:prefix", where the module has the jit functions
-    prefix_value, prefix_derivative and prefix_base of (x, c, n), c a pointer to the same numbers, n not counting the constants.
-    base: the derivative with respect to c_0; that with respect to c_k is base x^k. log: the link is exp, kept in log space.
-    It needs no expression; those it has are of a map h of the score before it, K = exp(h(x)). constants: numbers that follow
-    the coefficients in c. domain: scores are clamped to it first (the link's own, filled in where the kernel is called).
+    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the head's coefficients,
+    then the constants), ``n`` (how many of both) and ``horner(x, c, n)``. triton: "module:prefix", where the module has
+    the jit functions prefix_value, prefix_derivative and prefix_base of (x, c, n), c a pointer to the same numbers, n
+    not counting the constants.
+    base: the derivative with respect to c_0; that with respect to c_k is base x^k. log: the link is exp, kept in log
+    space. It needs no expression; those it has are of a map h of the score before it, K = exp(h(x)). constants: numbers
+    that follow the coefficients in c. domain: scores are clamped to it first (the link's own, filled in where the
+    kernel is called).
     """
 
     name: str
@@ -29,7 +34,8 @@ class Formula:
 
 
 class Term(NamedTuple):
-    """A distance for the distance kernel, of the numbers [start, start + size) of two points; ``product`` is their dot product.
+    """A distance for the distance kernel, of the numbers [start, start + size) of two points; ``product`` is their dot
+    product.
 
     eps: where it is smooth. scale: what the points of a hyperbolic one are multiplied by.
     """

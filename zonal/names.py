@@ -1,4 +1,4 @@
-"""Arguments by the names that other libraries have for them: refused with the name that they have here."""
+"""Errors for unknown arguments: names of other libraries are answered with the name used here."""
 
 import difflib
 import functools
@@ -11,43 +11,75 @@ from zonal.errors import ArgumentError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_MASKS = "key_padding_mask (bool, True = real token), causal=True, cu_seqlens for packed documents, or key_bias for a number a key"
+_MASKS = (
+    "key_padding_mask (bool, True = real token), causal=True, cu_seqlens for packed documents, "
+    "or key_bias for one number per key"
+)
 _LAYOUT = "tensors are (batch, heads, tokens, dim) here, and (batch, tokens, dim) for layers"
-# another library's name → the names here, the first that a call takes being meant, and what to know where it takes none
-_FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(("is_causal", "use_causal_mask"), (("causal",), "the causal rule is an argument of zonal.attention and of layers, causal=")),
-    **dict.fromkeys(("attn_mask", "attn_bias", "mask", "attention_mask", "src_mask"), ((), f"there is no mask of pairs; give {_MASKS}")),
-    **dict.fromkeys(("padding_mask", "src_key_padding_mask"), (("key_padding_mask",), f"masks are {_MASKS}")),
-    **dict.fromkeys(("dropout_p", "dropout", "attention_dropout", "attn_dropout"), ((), "attention has no dropout here; leave it out")),
-    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "n_embd", "model_dim"), (("dim",), "the width is the layer's or the model's dim")),
-    **dict.fromkeys(("num_heads", "n_heads", "nhead", "n_head", "num_attention_heads"), (("heads",), "the number of heads is axis 1 of q, and a layer's heads")),
-    **dict.fromkeys(
-        ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "n_head_kv"), (("kv_heads",), "the number of key heads is axis 1 of k, and a layer's kv_heads")
+_WEIGHTS = "the full matrix of weights is never computed; see zonal.nn.evidence and `zonal explain --model`"
+# (names in other libraries, names here, advice): the first name here that the call takes is suggested, else the advice
+_TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("is_causal use_causal_mask", ("causal",), "pass causal= to zonal.attention and to layers"),
+    ("attn_mask attn_bias mask attention_mask src_mask", (), f"there is no mask of pairs; use {_MASKS}"),
+    ("padding_mask src_key_padding_mask", ("key_padding_mask",), f"masks are {_MASKS}"),
+    ("dropout_p dropout attention_dropout attn_dropout", (), "attention has no dropout here; leave it out"),
+    ("embed_dim hidden_size d_model n_embd model_dim", ("dim",), "the width is the dim of the layer or the model"),
+    (
+        "num_heads n_heads nhead n_head num_attention_heads",
+        ("heads",),
+        "the number of heads is axis 1 of q, and heads of a layer",
     ),
-    **dict.fromkeys(("kdim", "head_k_dim", "qk_head_dim"), (("qk_dim", "key_dim"), "the size of keys is the last axis of k")),
-    **dict.fromkeys(("vdim", "head_v_dim", "v_head_dim"), (("head_dim", "value_dim"), "the size of values is the last axis of v")),
-    **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions", "return_weights"), ((), "weights are never made whole; see zonal.nn.evidence and `zonal explain --model`")),
-    **dict.fromkeys(("batch_first", "head_first", "layout"), ((), _LAYOUT)),
-    "enable_gqa": ((), "k and v may have fewer heads than q without being asked; leave it out"),
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), (("scale",), "the scale is zonal.attention's scale, or the operator's")),
-    **dict.fromkeys(("window_size", "sliding_window", "window"), ((), "a window belongs to the operator: softmax(prior=zonal.prior.Window(left=…))")),
-    "alibi_slopes": ((), "slopes belong to the operator: softmax(prior=zonal.prior.ALiBi())"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seq_offsets"), (("cu_seqlens",), "documents packed along the tokens are told by cu_seqlens")),
-    **dict.fromkeys(("past_key_value", "past_key_values", "initial_state", "kv_cache"), (("memory",), "what came before is a zonal.Memory")),
-    **dict.fromkeys(("use_cache", "output_final_state"), (("return_memory",), "calls of zonal.attention and of layers return what they keep with return_memory=True")),
-    **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth"), (("layers",), "a model's layers are a list of specs")),
-    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "block_size", "seq_len"), (("max_len", "length"), "lengths are not limited")),
-    "query": (("q", "x"), ""), "key": (("k",), ""), "value": (("v",), ""), "hidden_states": (("x",), ""), "input_ids": (("tokens",), ""),
-    "norm_first": (("residual",), "how blocks are composed is a model's residual"), "eos_token_id": (("stop",), ""),
-}  # fmt: skip
+    (
+        "num_kv_heads n_kv_heads num_key_value_heads n_head_kv",
+        ("kv_heads",),
+        "the number of key heads is axis 1 of k, and kv_heads of a layer",
+    ),
+    ("kdim head_k_dim qk_head_dim", ("qk_dim", "key_dim"), "the size of keys is the last axis of k"),
+    ("vdim head_v_dim v_head_dim", ("head_dim", "value_dim"), "the size of values is the last axis of v"),
+    ("need_weights average_attn_weights output_attentions return_weights", (), _WEIGHTS),
+    ("batch_first head_first layout", (), _LAYOUT),
+    ("enable_gqa", (), "k and v may always have fewer heads than q; leave it out"),
+    ("softmax_scale sm_scale scaling", ("scale",), "pass scale= to zonal.attention or to the operator"),
+    (
+        "window_size sliding_window window",
+        (),
+        "a window belongs to the operator: softmax(prior=zonal.prior.Window(left=…))",
+    ),
+    ("alibi_slopes", (), "slopes belong to the operator: softmax(prior=zonal.prior.ALiBi())"),
+    (
+        "cu_seqlens_q cu_seqlens_k seq_offsets",
+        ("cu_seqlens",),
+        "cu_seqlens gives the borders of documents packed along the tokens",
+    ),
+    (
+        "past_key_value past_key_values initial_state kv_cache",
+        ("memory",),
+        "earlier keys and values are in a zonal.Memory",
+    ),
+    (
+        "use_cache output_final_state",
+        ("return_memory",),
+        "zonal.attention and layers return their memory with return_memory=True",
+    ),
+    ("num_layers num_hidden_layers n_layer n_layers depth", ("layers",), "the layers of a model are a list of specs"),
+    ("max_position_embeddings max_seq_len block_size seq_len", ("max_len", "length"), "lengths are not limited"),
+    ("query", ("q", "x"), ""),
+    ("key", ("k",), ""),
+    ("value", ("v",), ""),
+    ("hidden_states", ("x",), ""),
+    ("input_ids", ("tokens",), ""),
+    ("norm_first", ("residual",), "how blocks are composed is a model's residual"),
+    ("eos_token_id", ("stop",), ""),
+)
+_FOREIGN = {name: (here, advice) for names, here, advice in _TABLE for name in names.split()}
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
-    """An argument of a name that the call does not have."""
+    """A call was given an argument that it does not have."""
 
 
 def unknown_argument(call: str, name: str, known: Collection[str]) -> UnknownArgumentError:
-    """The error for it: the name used here where another library's was given, else the nearest."""
+    """The error for an unknown argument: it suggests the name used here for another library's, else the nearest."""
     if name in _FOREIGN:
         here, about = _FOREIGN[name]
         found = next((each for each in here if each in known), None)
@@ -65,7 +97,7 @@ def unknown_argument(call: str, name: str, known: Collection[str]) -> UnknownArg
 
 
 def known_names(subject: T) -> T:
-    """A function, or a class with its constructor and public methods, that refuses arguments of unknown names with the names that it knows.
+    """Decorator: a function, or a class with its public methods, that refuses unknown arguments and lists its own.
 
     Signatures, type hints and documentation stay those of what is decorated.
     """

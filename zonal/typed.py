@@ -13,7 +13,9 @@ _LARGEST = 2**63
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a literal is of an annotated type, and every number in it finite and of at most 64 bits; what no literal can be is not looked at."""
+    """Whether a literal is of an annotated type, and every number in it finite and of at most 64 bits; what no literal
+    can be is not looked at.
+    """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return fits(value, parts[0])
@@ -60,7 +62,9 @@ def described(hint: Any) -> str:
 
 
 def check_fields(call: str, kind: type, values: object) -> None:
-    """Raise ArgumentError unless ``values`` is a mapping whose entries fit the fields of that name of a dataclass; other entries are not looked at."""
+    """Raise ArgumentError unless ``values`` is a mapping whose entries fit the fields of that name of a dataclass;
+    other entries are not looked at.
+    """
     if not isinstance(values, Mapping):
         raise ArgumentError(f"{call}: the fields of {kind.__name__} by name were required, received {values!r}.")
     hints = typing.get_type_hints(kind)

@@ -1,4 +1,6 @@
-"""What every slot of an operator has in common: a frozen value that can be printed, compared, written as JSON and read back."""
+"""What every slot of an operator has in common: a frozen value that can be printed, compared, written as JSON and read
+back.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +15,10 @@ from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 @dataclass(frozen=True)
 class Derived:
-    """What follows exactly from a move. theorem: the name under which the tests check it on numbers; "" for what no finite check can show."""
+    """What follows exactly from a move.
+
+    theorem: the name under which the tests check it on numbers; "" for what no finite check can show.
+    """
 
     theorem: str
     text: str
@@ -23,9 +28,11 @@ class Derived:
 class Move:
     """One step from the full interaction to the operator that runs, and what follows from it.
 
-    step: ``closure`` (what there is becomes a fixed set), ``restriction`` (fewer kernels are admitted), ``quotient`` (kernels that a probe does not tell
-    apart are one), ``section`` (one of those is taken), or ``approximation`` (a function is replaced by one that is cheaper to write down).
-    slot: of the declaration. name: what people call it. assumes: in words. settings: those of the declaration that are not at their defaults.
+    step: ``closure`` (what there is becomes a fixed set), ``restriction`` (fewer kernels are admitted), ``quotient``
+    (kernels that a probe does not tell apart are one), ``section`` (one of those is taken), or ``approximation`` (a
+    function is replaced by one that is cheaper to write down).
+    slot: of the declaration. name: what people call it. assumes: in words. settings: those of the declaration that are
+    not at their defaults.
     """
 
     step: Literal["closure", "restriction", "quotient", "section", "approximation"]
@@ -46,7 +53,9 @@ REGISTRY: dict[str, type["Declaration"]] = {}
 
 
 def declared(*slots: str) -> dict[str, type["Declaration"]]:
-    """The library's own types of some slots by name, in the order of definition: what a spec may name, wherever it is read."""
+    """The library's own types of some slots by name, in the order of definition: what a spec may name, wherever it is
+    read.
+    """
     return {name: kind for name, kind in REGISTRY.items() if kind.slot in slots and _of_library(kind)}
 
 
@@ -55,14 +64,17 @@ class Declaration:
 
     Bases (``class Link(Declaration, abstract=True)``) and classes whose name begins with an underscore stay out of it.
 
-    A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose first
-    axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and hands
-    their current values back under the same names. What is drawn once and stays is ``fixed()``: buffers, saved with the rest.
+    A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose
+    first axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and
+    hands their current values back under the same names. What is drawn once and stays is ``fixed()``: buffers, saved
+    with the rest.
     """
 
     slot: ClassVar[str]
     kv_rows: ClassVar[tuple[str, ...]] = ()
-    """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
+    """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than
+    query heads.
+    """
     later: ClassVar[tuple[str, ...]] = ()
     """Fields that came after files had been written without them: ``config()`` leaves them out at their default."""
 
@@ -82,7 +94,8 @@ class Declaration:
             )
         ):
             raise ArgumentError(
-                f"class {cls.__name__}: {known.__module__} declares a {known.slot} of this name, by which configurations "
+                f"class {cls.__name__}: {known.__module__} declares a {known.slot} of this name, by which "
+                "configurations "
                 "find it. Give the class another name, or one that begins with an underscore."
             )
         REGISTRY[cls.__name__] = cls
@@ -183,12 +196,15 @@ def expand_rows(value: Tensor, rows: int, name: str, spread: bool = False) -> Te
     if spread:
         return value[spread_rows(have, rows)]
     raise ArgumentError(
-        f"Operator: {name} is declared for {have} heads and meets {rows}; one number must divide the other. Declare as many values as heads, or one."
+        f"Operator: {name} is declared for {have} heads and meets {rows}; one number must divide the other. "
+        "Declare as many values as heads, or one."
     )
 
 
 def spread_rows(have: int, rows: int) -> list[int]:
-    """Which of ``have`` declared values each of ``rows`` heads takes: all in turn where they fit, else evenly spread in their order, with the last one kept."""
+    """Which of ``have`` declared values each of ``rows`` heads takes: all in turn where they fit, else evenly spread in
+    their order, with the last one kept.
+    """
     if rows % have == 0:
         return [i % have for i in range(rows)]
     return [-(-(i + 1) * have // rows) - 1 for i in range(rows)]
@@ -201,7 +217,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_values(condition: Tensor, message: str, error: type[ZonalError] = ArgumentError) -> None:
-    """``require`` for what depends on the numbers in a tensor (one bool). A traced graph cannot raise by them: there it is an assertion when it runs."""
+    """``require`` for what depends on the numbers in a tensor (one bool).
+
+    A traced graph cannot raise by them: there it is an assertion when it runs.
+    """
     if torch.compiler.is_compiling():
         torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):
@@ -209,7 +228,10 @@ def require_values(condition: Tensor, message: str, error: type[ZonalError] = Ar
 
 
 def require_whole(name: str, value: object, least: int = 1, most: int = 2**20) -> None:
-    """Raise ArgumentError unless ``value`` is a whole number from ``least`` to ``most``. name: the call and the argument, "Anchors: count"."""
+    """Raise ArgumentError unless ``value`` is a whole number from ``least`` to ``most``.
+
+    name: the call and the argument, "Anchors: count".
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name} must be a whole number >= {least}, received {value!r}.")
     require(value <= most, f"{name} must be a whole number of at most {most:,}, received {value!r}.")

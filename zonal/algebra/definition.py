@@ -1,4 +1,6 @@
-"""The definition: the weight matrix W = A(K_qk, K_kk, visible) of bound parts on prepared vectors, with every block in memory."""
+"""The definition: the weight matrix W = A(K_qk, K_kk, visible) of bound parts on prepared vectors, with every block in
+memory.
+"""
 
 import torch
 from torch import Tensor
@@ -35,7 +37,8 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score
     value = bound.link.value(score, coefficients)
     if bound.anchor.solves and bound.score.bound is not None:
-        # a vector of zeros has no direction: with it a kernel of angles need not be positive definite, so that it takes no part
+        # a vector of zeros has no direction: with it a kernel of angles need not be positive definite, so that it takes
+        # no part
         value = value.masked_fill(~((q != 0).any(-1).unsqueeze(-1) & (k != 0).any(-1).unsqueeze(-2)), 0)
     return value
 
@@ -50,7 +53,9 @@ def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def evidence(
     bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias
 ) -> tuple[Tensor, Tensor]:
-    """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is allowed, broadcastable to it."""
+    """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is
+    allowed, broadcastable to it.
+    """
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
     block = kernel(bound, coefficients, q, k)
@@ -65,12 +70,19 @@ def evidence(
 
 
 def weights(
-    bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None,
+    bound: Bound,
+    coefficients: Tensor,
+    q: Tensor,
+    k: Tensor,
+    visibility: Visibility,
+    bias: Bias,
+    log_decay: Tensor | None = None,
     marginals: Marginals | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
 
-    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in ``bias``.
+    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in
+    ``bias``.
     marginals: the masses of queries and keys, for anchors that couple queries.
     """
     log = bound.link.log_space

@@ -123,7 +123,10 @@ def low_pass(t: float) -> float:
 
 
 def low_passes(n: float, count: int) -> list[float]:
-    """h(k / n) for k < count. With weights h(k / n) N_k the kernel reproduces polynomials of degree <= n/2 (the kernel of the theory)."""
+    """h(k / n) for k < count.
+
+    With weights h(k / n) N_k the kernel reproduces polynomials of degree <= n/2 (the kernel of the theory).
+    """
     return [low_pass(k / n if n > 0 else 2.0 * k) for k in range(count)]
 
 

@@ -1,4 +1,7 @@
-"""Searches: how the keys that a query may keep are looked for without meeting all of them. What they find is an approximation, and the ledger says so."""
+"""Searches: how the keys that a query may keep are looked for without meeting all of them.
+
+What they find is an approximation, and the ledger says so.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,18 +19,23 @@ class Search(Declaration, abstract=True):
 
 @dataclass(frozen=True)
 class LSH(Search):
-    """Locality-sensitive hashing: candidates of a query are the keys that share its bucket in any of ``tables`` tables, and its ``window``.
+    """Locality-sensitive hashing: candidates of a query are the keys that share its bucket in any of ``tables`` tables,
+    and its ``window``.
 
     A table hashes each space of the score by its own family and puts the cells together:
-    dot products, cosines, angles: ``bits`` signs of random projections, SimHash; one agrees with probability 1 - angle / pi.
-    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I / D), u uniform on [0, r); all agree with probability prod_k (1 - |D_k.w| / r)_+ over u.
+    dot products, cosines, angles: ``bits`` signs of random projections, SimHash; one agrees with probability 1 - angle
+    / pi.
+    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I / D), u uniform on [0, r); all agree with probability
+    prod_k (1 - |D_k.w| / r)_+ over u.
     hyperbolic space: the cell floor((radius + u)/r) and ``bits`` signs of the direction.
 
-    bits: None = log2 of the keys less 5 (about 32 keys a bucket were they spread evenly), shared among the spaces of a product, at least 1 each.
-    width: r, in units of the numbers of a point, in the plane, and of the radius. reach: of a bucket's keys a query meets the ``reach`` nearest
-    in position at most, causal ones the latest. window: how many of the nearest in position it meets in any case, itself first.
-    Each query so meets at most tables * reach + window keys, whatever the input, and what it meets depends on no later token.
-    Cells are told apart by a number of 16 bits: of many thousand keys a few may be met by chance.
+    bits: None = log2 of the keys less 5 (about 32 keys a bucket were they spread evenly), shared among the spaces of a
+    product, at least 1 each.
+    width: r, in units of the numbers of a point, in the plane, and of the radius. reach: of a bucket's keys a query
+    meets the ``reach`` nearest in position at most, causal ones the latest. window: how many of the nearest in position
+    it meets in any case, itself first. Each query so meets at most tables * reach + window keys, whatever the input,
+    and what it meets depends on no later token. Cells are told apart by a number of 16 bits: of many thousand keys a
+    few may be met by chance.
 
     Raises: ArgumentError for numbers out of range.
     """
@@ -42,13 +50,18 @@ class LSH(Search):
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("tables", self.tables, 1), ("bits", 1 if self.bits is None else self.bits, 1), ("projections", self.projections, 1), ("reach", self.reach, 1), ("window", self.window, 1),
+            ("tables", self.tables, 1),
+            ("bits", 1 if self.bits is None else self.bits, 1),
+            ("projections", self.projections, 1),
+            ("reach", self.reach, 1),
+            ("window", self.window, 1),
             ("seed", self.seed, 0),
-        ):  # fmt: skip
+        ):
             require_whole(f"hashing.LSH: {name}", value, least)
         require(
             self.bits is None or self.bits <= MOST_BITS,
-            f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.",
+            f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. "
+            "For more keys that are alike, raise tables instead.",
         )
         require(
             self.projections <= MOST_PROJECTIONS,
@@ -70,13 +83,17 @@ class LSH(Search):
         return self.tables * self.reach + self.window
 
     def moves(self) -> tuple[Move, ...]:
-        what = f"on the sparse path a row keeps its largest of at most {self.most} keys, found by {self.tables} hash tables and a window of {self.window}"
+        what = (
+            f"on the sparse path a row keeps its largest of at most {self.most} keys, found by {self.tables} hash "
+            f"tables and a window of {self.window}"
+        )
         return (
             Move(
                 "approximation",
                 "search",
                 "hash tables",
-                f"{what}; how many of the exact ones those are depends on the input: zonal.explain(…, sample=(q, k)) measures it",
+                f"{what}; how many of the exact ones those are depends on the input: "
+                "zonal.explain(…, sample=(q, k)) measures it",
             ),
         )
 

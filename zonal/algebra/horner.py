@@ -30,7 +30,10 @@ def horner_derivative(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def power_sums(x: Tensor, grad: Tensor, count: int, spare: Tensor | None = None) -> Tensor:
-    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64. spare: a buffer of x's shape that may be used up."""
+    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64.
+
+    spare: a buffer of x's shape that may be used up.
+    """
     sums, term = [grad.sum((-1, -2))], grad
     for k in range(1, count):
         term = torch.mul(term, x, out=spare) if k == 1 else term.mul_(x)

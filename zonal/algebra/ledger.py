@@ -1,6 +1,8 @@
-"""The ledger: which moves lead from the full interaction of all tokens to the operator that runs, and what follows from each.
+"""The ledger: which moves lead from the full interaction of all tokens to the operator that runs, and what follows from
+each.
 
-Moves come in the order of ``STEPS``, so that operators share the moves that they have in common from the root on: together they are a tree.
+Moves come in the order of ``STEPS``, so that operators share the moves that they have in common from the root on:
+together they are a tree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,8 @@ def text(moves: Sequence[Move]) -> str:
 
 
 def tree(operators: Mapping[str, Sequence[Move]]) -> str:
-    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ, and stand at its leaves.
+    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ,
+    and stand at its leaves.
 
     Where branches side by side have one name, the settings of their operators tell them apart.
     """
@@ -42,7 +45,9 @@ def tree(operators: Mapping[str, Sequence[Move]]) -> str:
 
 
 def legend(operators: Mapping[str, Sequence[Move]]) -> str:
-    """What each move of a tree assumes, once, in its order of steps, with the settings of its operator, so that a name may come with several."""
+    """What each move of a tree assumes, once, in its order of steps, with the settings of its operator, so that a name
+    may come with several.
+    """
     moves = {move.line: move for each in operators.values() for move in each}
     return "\n".join(move.line for move in ordered(tuple(moves.values())))
 
@@ -62,7 +67,8 @@ def _branches(paths: Sequence[tuple[str, tuple[Move, ...]]], indent: str) -> lis
         first = members[0][1][0]
         alike = sum((move.step, move.name) == (first.step, first.name) for move in firsts) > 1
         lines.append(
-            f"{indent}{'└─' if last else '├─'} {first.step}: {first.name}{f' ({first.settings})' if alike and first.settings else ''}"
+            f"{indent}{'└─' if last else '├─'} {first.step}: "
+            f"{first.name}{f' ({first.settings})' if alike and first.settings else ''}"
         )
         lines += _branches([(one, moves[1:]) for one, moves in members], indent + ("   " if last else "│  "))
     return lines

@@ -16,14 +16,18 @@ def reads_specs(reader: Reader) -> Reader:
 
 
 def operator_of(call: str, given: object) -> Operator:
-    """The operator that a call was given, or that of a spec. Raises: ArgumentError, beginning with the call, for anything else."""
+    """The operator that a call was given, or that of a spec.
+
+    Raises: ArgumentError, beginning with the call, for anything else.
+    """
     if isinstance(given, str):
         return _readers[0](given)
     if not isinstance(given, Operator):
         kind = type(given).__name__
         article = "an" if kind[:1] in "AEIOUaeiou" else "a"
         raise ArgumentError(
-            f"{call}: an Operator or a spec such as 'sko' is required, received {article} {kind}. Make one with zonal.mechanisms, e.g. mechanisms.softmax()."
+            f"{call}: an Operator or a spec such as 'sko' is required, received {article} {kind}. "
+            "Make one with zonal.mechanisms, e.g. mechanisms.softmax()."
         )
     return given
 

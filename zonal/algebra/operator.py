@@ -1,4 +1,7 @@
-"""Operator: score x prior x link x anchor, with the learned parts as parameters. Softmax attention is one value of this type."""
+"""Operator: score x prior x link x anchor, with the learned parts as parameters.
+
+Softmax attention is one value of this type.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -22,8 +25,10 @@ LayerInit = Literal["default", "zero_output", "orthogonal"]
 _SLOTS = frozenset(("score", "link", "anchor", "prior"))
 
 LEAK = (
-    "leaks the future: what a key may still receive depends on the queries after it, and so does what earlier queries get (with equal masses the first query "
-    "can only fill the first key, then the second the second: the plan is the identity). Leave it out, or use anchor.Row()"
+    "leaks the future: what a key may still receive depends on the queries after it, and so does what earlier queries "
+    "get (with equal masses the first query "
+    "can only fill the first key, then the second the second: the plan is the identity). "
+    "Leave it out, or use anchor.Row()"
 )
 """Why a causal order and weights that depend on all queries exclude each other; for people, after a subject."""
 
@@ -40,15 +45,19 @@ class Tags(NamedTuple):
     decays: bool  # the prior fades with time
     includes_self: bool  # whether a causal query sees its own key
     couples: bool  # a query's weights depend on the other queries, too
-    family: str = "sums"  # of anchors: "sums" over the keys of a row, "ridge" (solves), "plan", "tree", "" (none of these)
-    reduction: str | None = None  # an anchor that is exactly "row", "count", "raw" or "ridge": what compiled kernels know
+    # of anchors: "sums" over the keys of a row, "ridge" (solves), "plan", "tree", "" (none of these)
+    family: str = "sums"
+    # an anchor that is exactly "row", "count", "raw" or "ridge": what compiled kernels know
+    reduction: str | None = None
     top: int = 0  # how many keys a row keeps, 0 = all
     shifts: int = 0  # the most Koopman steps of a head's read-out
     by_query: bool = False  # each query needs an inverse of its own
 
     @property
     def cancels(self) -> bool:
-        """Whether a row's sum over features, which is never negative, may cancel to nearly nothing: sums for this call alone are then float64."""
+        """Whether a row's sum over features, which is never negative, may cancel to nearly nothing: sums for this call
+        alone are then float64.
+        """
         return self.positive and self.normalises and (self.degree or 1) > 1
 
 
@@ -84,12 +93,13 @@ class Operator(nn.Module):
         score: how q and k become a number. link: how that becomes evidence. anchor: how evidence becomes weights.
         prior: declared masks and biases, in any order.
         name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
-        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output; ``orthogonal``: v, too).
+        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output;
+            ``orthogonal``: v, too).
         qk_dim: the size that a layer should give q and k of one head; None = that of v.
 
-    The parts are frozen values in frozen slots; ``replace`` makes an operator with other ones. Learned parts are ``learned`` (a ParameterDict), one row
-    for each head group; rows are repeated when an operator meets more heads, thinned evenly when it meets fewer, and made
-    each head's own by ``for_heads``.
+    The parts are frozen values in frozen slots; ``replace`` makes an operator with other ones. Learned parts are
+    ``learned`` (a ParameterDict), one row for each head group; rows are repeated when an operator meets more heads,
+    thinned evenly when it meets fewer, and made each head's own by ``for_heads``.
     """
 
     def __init__(
@@ -110,7 +120,8 @@ class Operator(nn.Module):
         for value, kind in ((score, Score), (link, Link), (anchor, Anchor), *((p, Prior) for p in priors)):
             if not isinstance(value, kind):
                 raise ArgumentError(
-                    f"Operator: a {kind.__name__.lower()} is required, received {value!r}. See zonal.{kind.__name__.lower()} for what there is."
+                    f"Operator: a {kind.__name__.lower()} is required, received {value!r}. "
+                    f"See zonal.{kind.__name__.lower()} for what there is."
                 )
         self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
@@ -139,14 +150,16 @@ class Operator(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SLOTS and name in vars(self):
             raise ArgumentError(
-                f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one."
+                f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. "
+                f"Use operator.replace({name}=…), which returns a new one."
             )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in _SLOTS:
             raise ArgumentError(
-                f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one."
+                f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. "
+                f"Use operator.replace({name}=…), which returns a new one."
             )
         super().__delattr__(name)
 
@@ -193,10 +206,13 @@ class Operator(nn.Module):
         )
 
     def refusal(self, dim: int | None = None) -> str | None:
-        """Why this combination of parts means nothing, for heads of ``dim`` numbers (None: for any that there may be), or None when it does."""
+        """Why this combination of parts means nothing, for heads of ``dim`` numbers (None: for any that there may be),
+        or None when it does.
+        """
         if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
             return (
-                f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can leave it; "
+                f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can "
+                "leave it; "
                 "use score.Cosine() with temperature >= 1"
             )
         signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
@@ -204,7 +220,8 @@ class Operator(nn.Module):
             what = f"{type(self.score).__name__} scores" if self.link.linear else f"{type(self.link).__name__} values"
             return (
                 f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
-                "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
+                "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows "
+                "that blow up"
             )
         if self.anchor.couples:
             return self._coupled_refusal()
@@ -218,14 +235,20 @@ class Operator(nn.Module):
         if isinstance(self.anchor, Hierarchical) and any(isinstance(p, Window) for p in self.prior):
             return "anchor Hierarchical has blocks of a tree, all of which see one another; drop the Window prior"
         if tied is not None:
-            return f"anchor {name} lets each query's weights depend on all queries, so that prior {type(tied).__name__}, which orders them in time, {LEAK}"
+            return (
+                f"anchor {name} lets each query's weights depend on all queries, so that prior "
+                f"{type(tied).__name__}, which orders them in time, {LEAK}"
+            )
         return None
 
     def _solve_refusal(self, dim: int | None) -> str | None:
         anchor, name = self.anchor, type(self.anchor).__name__
         decays = any(isinstance(p, Decay) for p in self.prior)
         if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
-            return f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
+            return (
+                f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; "
+                "drop the prior"
+            )
         indefinite = self._indefinite_reason(dim)
         if indefinite is not None:
             return f"anchor {name} needs a positive definite kernel among keys, and {indefinite}"
@@ -234,19 +257,34 @@ class Operator(nn.Module):
         plain = self.score.plain and self.link.linear
         if (anchor.relative or anchor.spectral) and not plain:
             what = "relative > 0" if anchor.relative else "spectral_norm='power'"
-            return f"{what} looks at G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with link.Identity()); drop it"
+            return (
+                f"{what} looks at G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with "
+                "link.Identity()); drop it"
+            )
         if not decays:
             return None
         if not plain:
-            return f"a decay with anchor {name} fades G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with link.Identity()); drop the prior"
+            return (
+                f"a decay with anchor {name} fades G = sum z z^T, which only the plain product z.z has "
+                "(score.Dot(scale=1) with link.Identity()); drop the prior"
+            )
         if anchor.by_query:
-            return f"a decay with anchor {name} fades a constant ridge; use mode='constant', relative=0 and spectral_norm='none', or drop the prior"
+            return (
+                f"a decay with anchor {name} fades a constant ridge; "
+                "use mode='constant', relative=0 and spectral_norm='none', or drop the prior"
+            )
         if any(isinstance(p, ChunkCausal | Window) for p in self.prior):
-            return f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined with it; drop one of the priors"
+            return (
+                f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined "
+                "with it; drop one of the priors"
+            )
         return None
 
     def _indefinite_reason(self, dim: int | None) -> str | None:
-        """Why the kernel among keys may have negative eigenvalues, or None. Where it has none, a ridge makes it invertible."""
+        """Why the kernel among keys may have negative eigenvalues, or None.
+
+        Where it has none, a ridge makes it invertible.
+        """
         of_score = self.score.indefinite_reason()
         if isinstance(self.score, NegativeDistance):
             return self.link.indefinite_reason_of_distance() or of_score
@@ -288,7 +326,8 @@ class Operator(nn.Module):
             or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values())
         ):
             return self._combined(learned, heads)
-        # a dozen operations on a few numbers cost more than a short call: what they gave is kept while they would give it again
+        # a dozen operations on a few numbers cost more than a short call: what they gave is kept while they would give
+        # it again
         kept = self._kept.get(heads)
         if kept is None or not all(
             learned[key].dtype == value.dtype and torch.equal(learned[key], value) for key, value in kept[0].items()
@@ -337,16 +376,26 @@ class Operator(nn.Module):
         return new
 
     def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
-        """A copy whose learned parts have one row of their own for each head. dim: the size of a head, where score or link had left it open."""
+        """A copy whose learned parts have one row of their own for each head.
+
+        dim: the size of a head, where score or link had left it open.
+        """
         kv_heads = kv_heads or heads
         score, link = (
             (self.score, self.link) if dim is None else (self.score.sized(dim, kv_heads), self.link.sized(dim))
         )
         link = link.spread(kv_heads if self.anchor.solves else heads)
         new = Operator(
-            score, link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
+            score,
+            link,
+            self.anchor,
+            self.prior,
+            name=self.name,
+            readout=self.readout,
+            layer_init=self.layer_init,
+            qk_dim=self.qk_dim,
             spec=self.spec,
-        )  # fmt: skip
+        )
         for slot, _ in self._parts():
             # a score that was sized just now has numbers of its own, which this operator does not have
             source = new if slot == "score" and score != self.score else self
@@ -364,7 +413,9 @@ class Operator(nn.Module):
         return new
 
     def for_dim(self, dim: int) -> "Operator":
-        """The operator for heads of ``dim`` numbers, with the same parameters, where its link had left their number open; else itself."""
+        """The operator for heads of ``dim`` numbers, with the same parameters, where its link had left their number
+        open; else itself.
+        """
         link = self.link.sized(dim)
         if link is self.link:
             return self
@@ -381,9 +432,11 @@ class Operator(nn.Module):
 
     @torch.no_grad()
     def fit(self, k: Tensor) -> "Operator":
-        """A copy whose score has chosen its landmarks or directions from keys k (B, Hkv, S, D), given as calls will give them.
+        """A copy whose score has chosen its landmarks or directions from keys k (B, Hkv, S, D), given as calls will
+        give them.
 
-        They are part of its state from then on, as what is drawn is: saved, loaded and moved with it, and never chosen again by itself.
+        They are part of its state from then on, as what is drawn is: saved, loaded and moved with it, and never chosen
+        again by itself.
 
         Raises: ArgumentError for a score that chooses nothing, or keys that do not fit it.
         """
@@ -396,7 +449,8 @@ class Operator(nn.Module):
         chosen = new.score.chosen(k)
         if not chosen:
             raise ArgumentError(
-                f"Operator.fit: operator {self.name!r} chooses nothing from keys. What does: features.Anchors(choice='kmeans'), "
+                f"Operator.fit: operator {self.name!r} chooses nothing from keys. What does: "
+                "features.Anchors(choice='kmeans'), "
                 "Nystrom(choice='kmeans') and LowRankSquare(choice='pca')."
             )
         for key, value in chosen.items():
@@ -470,8 +524,8 @@ class Operator(nn.Module):
 
     @torch.no_grad()
     def learned(self, points: int = 81) -> dict[str, Any]:
-        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees, rates, temperatures, the
-        weights of distances and the curvature that they make."""
+        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees,
+        rates, temperatures, the weights of distances and the curvature that they make."""
         rows = max(
             [1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])]
         )
@@ -506,7 +560,9 @@ class Operator(nn.Module):
 
 
 def apart(a: Operator, b: Operator) -> str:
-    """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two declarations."""
+    """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two
+    declarations.
+    """
     slot = next(
         (slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor"
     )

@@ -1,7 +1,7 @@
 """Priors: what is allowed and what is favoured before any score is seen, B_ts.
 
-Declared priors (``Causal``, ``ChunkCausal``, ``Window``, ``ALiBi``, ``Decay``) belong to the operator; key padding, packed
-sequences, per-token decays and key biases come with the call. Together they are a ``Visibility`` and a ``Bias``:
+Declared priors (``Causal``, ``ChunkCausal``, ``Window``, ``ALiBi``, ``Decay``) belong to the operator; key padding,
+packed sequences, per-token decays and key biases come with the call. Together they are a ``Visibility`` and a ``Bias``:
 
 * every mask here is an interval of keys for each query, [lo_t, hi_t), cut by a key mask; and
 * every log prior is row_t + col_s - slope |t - s|: a decay is c_t - c_s with c the running sum of log decays.
@@ -22,7 +22,8 @@ from zonal.errors import ArgumentError
 _EARLIER = Derived("no leak", "hence no output depends on a later token")
 _SEPARABLE = Derived(
     "separable prior",
-    "hence B is a factor of the query times a factor of the key on causal pairs, so that sums over the past can be carried",
+    "hence B is a factor of the query times a factor of the key on causal pairs, so that sums over the past can be "
+    "carried",
 )
 
 
@@ -125,9 +126,11 @@ class ALiBi(Prior):
 
 @dataclass(frozen=True)
 class Decay(Prior):
-    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with attention(log_decay=...).
+    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with
+    attention(log_decay=...).
 
-    gated: a layer makes the decay of each token from its input, and the rates are only where its gate starts (so ``learn`` must be False).
+    gated: a layer makes the decay of each token from its input, and the rates are only where its gate starts (so
+    ``learn`` must be False).
     """
 
     rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
@@ -168,7 +171,8 @@ class Decay(Prior):
 
 
 class Intervals(NamedTuple):
-    """The keys [lo_t, hi_t) each query may see, int64 (T,) on the CPU: plain positions, from which the drivers plan their loops.
+    """The keys [lo_t, hi_t) each query may see, int64 (T,) on the CPU: plain positions, from which the drivers plan
+    their loops.
 
     segment_start: the first key of the packed document each query lies in, (T,); without packing 0.
     position: absolute position of each query among the keys, (T,).
@@ -184,8 +188,8 @@ Rule = tuple[int, int, tuple[Prior, ...], bool, bool]  # queries, keys, priors, 
 
 
 class KeyRange(NamedTuple):
-    """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the first one's hi, where each next
-    one sees one more, else None. The key mask may forbid more."""
+    """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the
+    first one's hi, where each next one sees one more, else None. The key mask may forbid more."""
 
     first: int
     last: int
@@ -198,7 +202,9 @@ class KeyRange(NamedTuple):
         return self.common <= s0 and s1 <= self.until
 
     def diagonal(self, s0: int) -> int | None:
-        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where it has another shape."""
+        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where it
+        has another shape.
+        """
         return None if self.edge is None or self.common > s0 else self.edge - s0 - 1
 
 
@@ -208,7 +214,8 @@ class Visibility:
 
     made: the intervals, or what makes them when they are asked for (a kernel that knows the rules does without).
     key_mask: bool (B, S) or None. edges: borders of packed documents, int64 (N + 1,) on the CPU, None without packing.
-    rule: what the intervals follow from where that is plain values, so that they can be kept from call to call (``intervals_of``); else None.
+    rule: what the intervals follow from where that is plain values, so that they can be kept from call to call
+    (``intervals_of``); else None.
     """
 
     made: Intervals | Callable[[], Intervals]
@@ -259,7 +266,9 @@ class Visibility:
         return bool((self.lo <= self.segment_start).all())
 
     def rows(self, start: int, stop: int) -> "KeyRange":
-        """What the interval rule says of the queries [start, stop), as plain numbers; in a traced graph, which has none, nothing is known of it."""
+        """What the interval rule says of the queries [start, stop), as plain numbers; in a traced graph, which has
+        none, nothing is known of it.
+        """
         if torch.compiler.is_compiling():
             return KeyRange(0, self.keys, self.keys, 0, None)
         lo, hi = self.lo[start:stop], self.hi[start:stop]
@@ -298,7 +307,10 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Bias:
-    """log B_ts = row[b, h, t] + col[b, h, s] - slope[h] |position_t - s|, each part None when absent. float64 where it is a running sum."""
+    """log B_ts = row[b, h, t] + col[b, h, s] - slope[h] |position_t - s|, each part None when absent.
+
+    float64 where it is a running sum.
+    """
 
     row: Tensor | None = None
     col: Tensor | None = None
@@ -399,7 +411,8 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     )
     if not good:
         raise ArgumentError(
-            f"attention: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received {cu_seqlens.tolist()}."
+            f"attention: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received "
+            f"{cu_seqlens.tolist()}."
         )
     return edges
 

@@ -1,4 +1,7 @@
-"""Finite feature maps of kernels: phi_q(q) . phi_k(k), so that sums over keys can be kept instead of keys. Exact ones, random ones, learned ones."""
+"""Finite feature maps of kernels: phi_q(q) . phi_k(k), so that sums over keys can be kept instead of keys.
+
+Exact ones, random ones, learned ones.
+"""
 
 from typing import Any
 

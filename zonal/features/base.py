@@ -1,8 +1,9 @@
 """What every feature map has in common: phi_q(q) . phi_k(k) stands for a kernel, and sums over keys stand for keys.
 
-A map is a frozen declaration. What it has to draw, choose or learn is made once, by ``prepare``, as a plain dict of tensors
-with one row a head. A module registers them (``learned`` names the parameters, the rest are buffers), so that they are saved
-with the model and never drawn again. The same seed gives the same numbers on every device and for every type.
+A map is a frozen declaration. What it has to draw, choose or learn is made once, by ``prepare``, as a plain dict of
+tensors with one row a head. A module registers them (``learned`` names the parameters, the rest are buffers), so that
+they are saved with the model and never drawn again. The same seed gives the same numbers on every device and for every
+type.
 """
 
 import abc
@@ -27,8 +28,10 @@ NONE: Buffers = MappingProxyType({})
 class Claim(NamedTuple):
     """What is known of phi_q . phi_k against ``kernel(x)``.
 
-    kind: ``exact`` up to rounding; ``unbiased`` over seeds; ``biased``: ``kernel`` is only what it tends to, or what it was fitted to;
-    ``learned``: no kernel is claimed. text: why. error: the largest error relative to the kernel that is meant, where it is known.
+    kind: ``exact`` up to rounding; ``unbiased`` over seeds; ``biased``: ``kernel`` is only what it tends to, or what it
+    was fitted to;
+    ``learned``: no kernel is claimed. text: why. error: the largest error relative to the kernel that is meant, where
+    it is known.
     """
 
     kind: Literal["exact", "unbiased", "biased", "learned"]
@@ -38,9 +41,12 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some. Everything is float64 on the CPU.
+    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some.
 
-    stand_in: random directions take the place of keys that are not there, for the shapes of what would be chosen from them.
+    Everything is float64 on the CPU.
+
+    stand_in: random directions take the place of keys that are not there, for the shapes of what would be chosen from
+    them.
     """
 
     seed: int
@@ -69,7 +75,9 @@ class Source:
         return self.integers(name, 2, *shape).double() * 2 - 1
 
     def units(self, name: str, count: int, orthogonal: bool = False) -> Tensor:
-        """(H, count, d) unit vectors, uniform on the sphere; ``orthogonal``: in blocks of d that are orthogonal to one another."""
+        """(H, count, d) unit vectors, uniform on the sphere; ``orthogonal``: in blocks of d that are orthogonal to one
+        another.
+        """
         if not orthogonal:
             return torch.nn.functional.normalize(self.normal(name, self.heads, count, self.dim), dim=-1)
         blocks = -(-count // self.dim)
@@ -85,7 +93,8 @@ class Source:
         if self.keys is None or self.keys.shape[-2] < at_least:
             have = "none" if self.keys is None else f"{self.keys.shape[-2]}"
             raise ArgumentError(
-                f"{call}: at least {at_least} keys a head are required, received {have}. Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim)."
+                f"{call}: at least {at_least} keys a head are required, received {have}. "
+                "Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim)."
             )
         return self.keys
 
@@ -93,8 +102,10 @@ class Source:
 class FeatureMap(Declaration, abc.ABC, abstract=True):
     """phi_q and phi_k of a kernel. A subclass gives ``dimension``, ``flops``, ``claim``, ``kernel`` and ``__call__``.
 
-    Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads' rows repeated.
-    ``unit``: the claim and the positivity hold for vectors of length one. ``learned``: names in ``prepare`` that are trained.
+    Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads'
+    rows repeated.
+    ``unit``: the claim and the positivity hold for vectors of length one. ``learned``: names in ``prepare`` that are
+    trained.
     ``chosen``: names in ``prepare`` that are taken from given keys.
     """
 
@@ -163,7 +174,8 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
     ) -> dict[str, Tensor]:
         """Everything that the map draws, chooses or learns, (heads, …) each, for heads of size ``dim``.
 
-        keys: (N, dim) or (heads, N, dim), as the score prepares them; maps that choose landmarks from data require them.
+        keys: (N, dim) or (heads, N, dim), as the score prepares them; maps that choose landmarks from data require
+        them.
 
         Raises: ArgumentError for sizes that do not fit.
         """
@@ -184,7 +196,9 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         }
 
     def start(self, dim: int, heads: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
-        """``prepare`` in float32 for a map that has seen no keys yet: what it would choose from them has its shape and is NaN."""
+        """``prepare`` in float32 for a map that has seen no keys yet: what it would choose from them has its shape and
+        is NaN.
+        """
         require(
             dim >= 1 and heads >= 1,
             f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.",
@@ -229,8 +243,10 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         if self.positive or not normalises or getattr(anchor, "allow_signed", False):
             return None
         return (
-            f"features {type(self).__name__} can make kernel values negative, and anchor {type(anchor).__name__} divides by their sum: it may vanish or turn "
-            "negative, and outputs then grow without bound. Use a map whose positive is True, anchor.Count() or anchor.Raw(), "
+            f"features {type(self).__name__} can make kernel values negative, and anchor {type(anchor).__name__} "
+            "divides by their sum: it may vanish or turn "
+            "negative, and outputs then grow without bound. Use a map whose positive is True, anchor.Count() or "
+            "anchor.Raw(), "
             "or Row(allow_signed=True) if you accept such rows"
         )
 

@@ -1,4 +1,6 @@
-"""How near the outputs of a feature map come to those of the kernel it stands for, and how near any map of its size could come."""
+"""How near the outputs of a feature map come to those of the kernel it stands for, and how near any map of its size
+could come.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,7 +24,10 @@ _DEGREES = 64
 
 
 class OutputFidelity(NamedTuple):
-    """error: |y - y*| / |y*| over all rows. negative: share of visible kernel values below 0. unsafe: share of rows whose sum + delta is <= 0."""
+    """error: |y - y*| / |y*| over all rows. negative: share of visible kernel values below 0.
+
+    unsafe: share of rows whose sum + delta is <= 0.
+    """
 
     error: float
     negative: float
@@ -40,8 +45,9 @@ class Sample(NamedTuple):
 def sample(kind: Inputs, heads: int, length: int, dim: int, seed: int, value_dim: int | None = None) -> Sample:
     """Queries and keys of a known form, and independent normal values.
 
-    ``iid``: independent, uniform on the sphere. ``anisotropic``: the same after scaling the axes of a random frame, which queries and keys
-    share, by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 of one of the keys up to its own place.
+    ``iid``: independent, uniform on the sphere. ``anisotropic``: the same after scaling the axes of a random frame,
+    which queries and keys share, by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 of one of the
+    keys up to its own place.
     """
     require(kind in INPUTS, f"sample: kind must be one of {', '.join(INPUTS)}, received {kind!r}.")
     require(dim >= 2, f"sample: dim must be >= 2, received {dim}.")
@@ -85,7 +91,10 @@ def kernel_fidelity(
     delta: float = 0.0,
     readout: Readout | None = None,
 ) -> OutputFidelity:
-    """``fidelity`` of kernel values (H, T, T) that were made some other way. readout: what both outputs (H, T, P) go through before they are compared."""
+    """``fidelity`` of kernel values (H, T, T) that were made some other way.
+
+    readout: what both outputs (H, T, P) go through before they are compared.
+    """
     read = readout or (lambda y: y)
     x = (data.q @ data.k.mT).clamp(-1, 1)
     wanted = read(rows(kernel_value(kernel, x), causal) @ data.v)
@@ -99,7 +108,9 @@ def kernel_fidelity(
 def fidelity(
     features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0
 ) -> OutputFidelity:
-    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
+    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v.
+
+    Dense, (H, T, T): T up to a few thousand.
 
     Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
     """
@@ -112,10 +123,12 @@ def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: R
 
 
 def mercer_bound(kernel: Link, dim: int, size: int) -> float:
-    """The least root mean square error of the kernel, relative to its root mean square, over all maps of ``size`` features that do not look at the data.
+    """The least root mean square error of the kernel, relative to its root mean square, over all maps of ``size``
+    features that do not look at the data.
 
-    For independent uniform unit vectors: the eigenfunctions are the harmonics, the eigenvalue of degree n is E k(x) R_n(x) with
-    multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. A bound on the kernel, which outputs follow closely.
+    For independent uniform unit vectors: the eigenfunctions are the harmonics, the eigenvalue of degree n is E k(x)
+    R_n(x) with multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. A bound on the kernel, which
+    outputs follow closely.
     """
     require(
         dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}."

@@ -1,4 +1,4 @@
-"""Nonnegative polynomials fitted to a zonal kernel: p(x)^2 + c, whose features are exact and whose rows cannot cancel."""
+"""Nonnegative polynomials p(x)^2 + c fitted to a zonal kernel. Their features are exact and rows never cancel."""
 
 import math
 from typing import NamedTuple
@@ -15,16 +15,21 @@ _BINS = 4096
 
 
 class SquareFit(NamedTuple):
-    """A fitted link, and its root mean square error relative to the kernel's root mean square under the weights of the fit."""
+    """A fitted link, and its root mean square error relative to the kernel's root mean square under the weights of the
+    fit.
+    """
 
     link: PolynomialSquare
     error: float
 
 
 def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
-    """Nodes x and weights of E f(u . v) for u, v independent and uniform on the sphere in R^dim, dim >= 2. Both (points,) float64.
+    """Nodes x and weights of E f(u . v) for u, v independent and uniform on the sphere in R^dim, dim >= 2.
 
-    The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, smooth enough for equal steps in theta.
+    Both (points,) float64.
+
+    The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, smooth enough for equal steps in
+    theta.
     """
     require(dim >= 2, f"uniform_angles: dim must be >= 2, received {dim}.")
     theta = (torch.arange(points, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / points)
@@ -33,7 +38,10 @@ def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
 
 
 def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of a (weighed) sample of q . k in [-1, 1]: bins of equal width, each at the mean of what fell into it."""
+    """Nodes and weights of a (weighed) sample of q .
+
+    k in [-1, 1]: bins of equal width, each at the mean of what fell into it.
+    """
     x = angles.detach().flatten().double().clamp(-1, 1)
     share = torch.ones_like(x) if weights is None else weights.detach().flatten().double()
     require(
@@ -55,7 +63,8 @@ def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) 
 
 
 def row_weights(kernel: Link, x: Tensor, causal: bool = True) -> Tensor:
-    """1 / (sum of the row)^2 for kernel scores x (…, T, S), 0 for keys not seen: ``fit_square`` then fits rows after their normalisation.
+    """1 / (sum of the row)^2 for kernel scores x (…, T, S), 0 for keys not seen: ``fit_square`` then fits rows after
+    their normalisation.
 
     Without it the few rows with the largest kernel values decide everything, and all rows count alike in the output.
     """
@@ -75,7 +84,8 @@ def fit_square(
         degree: of the whole polynomial: 2, 4 or 6.
         dim: weigh x as it falls for independent uniform unit vectors in R^dim.
         angles: weigh x as it falls in this sample of q . k. One of ``dim`` and ``angles`` is required.
-        weights: of each of ``angles``; ``row_weights`` for attention that divides by the sum of the row. Default: all alike.
+        weights: of each of ``angles``; ``row_weights`` for attention that divides by the sum of the row. Default: all
+            alike.
 
     Raises: ArgumentError for other degrees, signed kernels, both or neither of ``dim`` and ``angles``.
     """

@@ -71,7 +71,9 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
 
 @dataclass(frozen=True)
 class TensorProduct(Fused):
-    """phi = phi_left ⊗ phi_right, all m_left · m_right products: the product of the two kernels, as good as its factors."""
+    """phi = phi_left ⊗ phi_right, all m_left · m_right products: the product of the two kernels, as good as its
+    factors.
+    """
 
     @property
     def claim(self) -> Claim:
@@ -95,8 +97,9 @@ class TensorProduct(Fused):
 class Hadamard(Fused):
     """phi_i = sqrt(m) phi_left,i phi_right,i, for two maps of m features that are independent draws of one form each.
 
-    Unbiased for the product of kernels when each feature of both maps is unbiased on its own and they are independent of each other
-    (random Maclaurin with positive random features); it has m terms where the tensor product has m^2, so more variance.
+    Unbiased for the product of kernels when each feature of both maps is unbiased on its own and they are independent
+    of each other (random Maclaurin with positive random features); it has m terms where the tensor product has m^2, so
+    more variance.
 
     Raises: ArgumentError for maps of different sizes, when the sizes are known.
     """
@@ -123,7 +126,9 @@ class Hadamard(Fused):
 
 @dataclass(frozen=True)
 class Sketched(Fused):
-    """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution: unbiased, and signed even when both maps are not."""
+    """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution: unbiased, and signed even when both
+    maps are not.
+    """
 
     size: int = 64
 

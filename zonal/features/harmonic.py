@@ -1,6 +1,7 @@
 """Harmonics: R_k(q . k) of unit vectors as a dot product of as many numbers as there are harmonics of degree k.
 
-The kernel R_k has rank N_k on the sphere, so that Nyström's features at N_k points or more, (R_k(x . p_i))_i Λ^(-1/2) with V Λ V^T = R_k(p_i . p_j), are exact.
+The kernel R_k has rank N_k on the sphere, so that Nyström's features at N_k points or more, (R_k(x . p_i))_i Λ^(-1/2)
+with V Λ V^T = R_k(p_i . p_j), are exact.
 """
 
 import functools
@@ -16,10 +17,13 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class Harmonics(FeatureMap):
-    """phi(x) = [1, x, H_2(x), …, H_n(x)] for unit x in R^d, d >= 2, with H_k(q) . H_k(k) = R_k(q . k); nothing for x = 0. Nothing to prepare; both sides are alike.
+    """phi(x) = [1, x, H_2(x), …, H_n(x)] for unit x in R^d, d >= 2, with H_k(q) . H_k(k) = R_k(q .
 
-    A zonal polynomial sum_k a_k R_k is positive definite on the sphere where all a_k >= 0, and then the dot product of sqrt(a_k) H_k: ``weights``
-    finds the a_k of a polynomial, ``scale`` repeats numbers over the features of each degree.
+    k); nothing for x = 0. Nothing to prepare; both sides are alike.
+
+    A zonal polynomial sum_k a_k R_k is positive definite on the sphere where all a_k >= 0, and then the dot product of
+    sqrt(a_k) H_k: ``weights`` finds the a_k of a polynomial, ``scale`` repeats numbers over the features of each
+    degree.
     """
 
     degree: int
@@ -31,7 +35,8 @@ class Harmonics(FeatureMap):
         """How many features each degree has."""
         require(
             dim >= 2,
-            f"Harmonics: vectors of at least two numbers are required (those of one have no angle), received a size of {dim}.",
+            "Harmonics: vectors of at least two numbers are required (those of one have no angle), received a size "
+            f"of {dim}.",
         )
         return tuple(gegenbauer.harmonic_dimension(k, dim - 1) for k in range(self.degree + 1))
 
@@ -79,7 +84,9 @@ def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
-    """Points (2 N_k, d) in general position, twice as many as are needed for the sake of conditioning, and V Λ^(-1/2) (2 N_k, N_k), float64."""
+    """Points (2 N_k, d) in general position, twice as many as are needed for the sake of conditioning, and V Λ^(-1/2)
+    (2 N_k, N_k), float64.
+    """
     with torch.inference_mode(False), torch.no_grad():
         points = Source(0, dim, 1, None).units(f"harmonics {k}", 2 * size)[0]
         values, vectors = torch.linalg.eigh(gegenbauer.basis(points @ points.mT, k + 1, dim - 1)[k])

@@ -1,7 +1,8 @@
-"""Codes of points for the hash tables of ``hashing.LSH``: numbers that near points share more often than far ones, by the family of each space.
+"""Codes of points for the hash tables of ``hashing.LSH``: numbers that near points share more often than far ones, by
+the family of each space.
 
-SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w + u)/r) of x and y, w ~ N(0, I / D),
-are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
+SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w
++ u)/r) of x and y, w ~ N(0, I / D), are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
 """
 
 import functools
@@ -119,8 +120,9 @@ def hashing_refusal(score: Score) -> str | None:
 
 
 def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False) -> Tensor:
-    """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width`` numbers of which, the last, are the
-    point. The first is zero for all: its bucket has every key. native: float32 on the CPU, with the compiled kernel."""
+    """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width``
+    numbers of which, the last, are the point. The first is zero for all: its bucket has every key. native: float32 on
+    the CPU, with the compiled kernel."""
     x = x.detach()[..., x.shape[-1] - width :]
     functions = [simhash(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
     if native:

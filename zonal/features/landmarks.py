@@ -1,4 +1,6 @@
-"""Features from landmarks: squared products with anchors, Nystrom with a stable whitening, and a projection with its diagonal rest."""
+"""Features from landmarks: squared products with anchors, Nystrom with a stable whitening, and a projection with its
+diagonal rest.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +20,9 @@ _CHOICES = ("random", "orthogonal", "kmeans")
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = 25) -> Tensor:
-    """Centres of ``points`` (N, d) by cosine, (count, d) unit vectors; a centre that loses its points takes the worst served one."""
+    """Centres of ``points`` (N, d) by cosine, (count, d) unit vectors; a centre that loses its points takes the worst
+    served one.
+    """
     unit = torch.nn.functional.normalize(points, dim=-1)
     centres = unit[torch.randperm(len(unit), generator=generator)[:count]]
     for _ in range(rounds):
@@ -95,10 +99,12 @@ class Anchors(FeatureMap):
 
 @dataclass(frozen=True)
 class Nystrom(FeatureMap):
-    """phi(x) = K(x, A) U diag(lam)^-1/2 with K(A, A) = U diag(lam) U^T: the best map within the span of the landmarks A. Signed.
+    """phi(x) = K(x, A) U diag(lam)^-1/2 with K(A, A) = U diag(lam) U^T: the best map within the span of the landmarks
+    A. Signed.
 
-    Eigenvalues below ``cutoff`` times the largest are left out (their features are 0): a whitening with (K + ridge)^-1/2 instead
-    amplifies rounding in the directions that the landmarks do not tell apart. Exact once A spans the kernel's features.
+    Eigenvalues below ``cutoff`` times the largest are left out (their features are 0): a whitening with (K +
+    ridge)^-1/2 instead amplifies rounding in the directions that the landmarks do not tell apart. Exact once A spans
+    the kernel's features.
 
     kernel_link: any link over q . k with nothing learned; x^2 by default.
     """
@@ -159,10 +165,12 @@ class Nystrom(FeatureMap):
 
 @dataclass(frozen=True)
 class LowRankSquare(FeatureMap):
-    """(x_P + b)^2 + (1 - |P q|^2)(1 - |P k|^2)/(d - r), x_P = P q . P k: a squared affine kernel in r directions and the mean of x^2 over the rest.
+    """(x_P + b)^2 + (1 - |P q|^2)(1 - |P k|^2)/(d - r), x_P = P q .
 
-    P (r, d) has orthonormal rows: ``random``, or ``pca``: the leading directions of given keys. m = (r + 1)(r + 2)/2 + 1, one less
-    for r = d, where it is (x + b)^2. Never negative on unit vectors.
+    P k: a squared affine kernel in r directions and the mean of x^2 over the rest.
+
+    P (r, d) has orthonormal rows: ``random``, or ``pca``: the leading directions of given keys. m = (r + 1)(r + 2)/2 +
+    1, one less for r = d, where it is (x + b)^2. Never negative on unit vectors.
     """
 
     rank: int

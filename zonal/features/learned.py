@@ -14,7 +14,9 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class LearnedExp(FeatureMap):
-    """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained a head. Claims no kernel.
+    """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained a head.
+
+    Claims no kernel.
 
     size: m, even. activation: ``softmax`` (bounded) or ``exp``. shared: one W for queries and keys.
 
@@ -29,7 +31,8 @@ class LearnedExp(FeatureMap):
         require_whole("LearnedExp: size", self.size, 2, most=2**16)
         require(
             self.size % 2 == 0,
-            f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.",
+            "LearnedExp: each projection comes with its negative; "
+            f"an even size >= 2 is required, received {self.size}.",
         )
         require(
             self.activation in ("softmax", "exp"),
@@ -60,7 +63,8 @@ class LearnedExp(FeatureMap):
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         raise ArgumentError(
-            "LearnedExp.kernel: learned features claim no kernel of q.k. Compare their rows with those of the kernel they were trained on."
+            "LearnedExp.kernel: learned features claim no kernel of q.k. "
+            "Compare their rows with those of the kernel they were trained on."
         )
 
     def draw(self, source: Source) -> dict[str, Tensor]:
@@ -75,7 +79,10 @@ class LearnedExp(FeatureMap):
 
 
 def rows(kernel: Tensor, causal: bool, delta: float = 0.0) -> Tensor:
-    """Weights K / (sum of the row + delta) of a kernel (…, T, S); ``causal``: keys 0 … t only. Rows whose sum is 0 give 0."""
+    """Weights K / (sum of the row + delta) of a kernel (…, T, S); ``causal``: keys 0 … t only.
+
+    Rows whose sum is 0 give 0.
+    """
     if causal:
         kernel = kernel.tril()
     total = kernel.sum(-1, keepdim=True) + delta
@@ -95,7 +102,8 @@ def distil(
 ) -> dict[str, Tensor]:
     """Buffers whose learned parts have been trained so that the rows of phi_q . phi_k are those of ``kernel``(q . k).
 
-    Minimises |W - W*|^2 / |W*|^2 over the weights of all rows with Adam, whose rate falls linearly to zero. q, k (B, H, T, d) as the score prepares them.
+    Minimises |W - W*|^2 / |W*|^2 over the weights of all rows with Adam, whose rate falls linearly to zero. q, k (B, H,
+    T, d) as the score prepares them.
 
     Raises: ArgumentError for a map without learned parts, NonFiniteError when the loss is not finite.
     """
@@ -114,7 +122,8 @@ def distil(
         loss = (rows(features.query(q, values) @ features.key(k, values).mT, causal) - wanted).square().sum() / size
         if not bool(loss.isfinite()):
             raise NonFiniteError(
-                f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. Use a smaller rate, or unit vectors."
+                f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. "
+                "Use a smaller rate, or unit vectors."
             )
         loss.backward()
         optimiser.step()

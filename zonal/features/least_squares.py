@@ -11,7 +11,7 @@ Residual = Callable[[Tensor], tuple[Tensor, Tensor]]
 def levenberg_marquardt(
     residual: Residual, start: Tensor, steps: int = 200, tolerance: float = 1e-13
 ) -> tuple[Tensor, float]:
-    """The (p,) numbers that minimise |r|^2 near ``start``, and that |r|^2. ``residual``: (p,) -> r (n,), dr/dp (n, p)."""
+    """The parameters (p,) that minimise |r|^2 near ``start``, and |r|^2. residual: (p,) -> r (n,), dr/dp (n, p)."""
     at = start.double()
     r, jacobian = residual(at)
     cost, damping = float(r @ r), 1e-3

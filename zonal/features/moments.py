@@ -32,7 +32,8 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise PathError(
-                "memory: sums of features are made again in backward and have no second derivative. Use path='dense' where you need create_graph=True."
+                "memory: sums of features are made again in backward and have no second derivative. "
+                "Use path='dense' where you need create_graph=True."
             )
         k, v = ctx.saved_tensors
         features: SymmetricPowers = ctx.features
@@ -46,7 +47,7 @@ class _Moments(torch.autograd.Function):
 
 
 def moments(k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
-    """sum_s phi(k_s) v_s^T: k (…, S, d), v (…, S, P) -> (…, m, P). Differentiable once, with backward by recomputation."""
+    """sum_s phi(k_s) v_s^T: k (…, S, d), v (…, S, P) -> (…, m, P). Differentiable once; backward recomputes phi."""
     return k.mT @ v if features.trivial else _Moments.apply(k, v, features)
 
 

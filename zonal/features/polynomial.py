@@ -1,4 +1,4 @@
-"""Polynomial kernels of q . k with exact features: any polynomial link, the Taylor polynomial of exp, the bare square."""
+"""Polynomial kernels of q . k with exact features: polynomial links, the Taylor polynomial of exp, the square."""
 
 import functools
 import math
@@ -20,8 +20,9 @@ _ROUNDING = 1e-12
 class Polynomial(FeatureMap):
     """phi_q . phi_k = sum_k c_k x^k, exactly: symmetric powers, with the coefficients on the query's side.
 
-    Powers whose coefficient is zero take no features: m = sum of C(d + k - 1, k) over the others. ``anywhere``: positivity is
-    promised for vectors of any length, not only for unit vectors (what is checked is the polynomial's minimum).
+    Powers whose coefficient is zero take no features: m = sum of C(d + k - 1, k) over the others. ``anywhere``:
+    positivity is promised for vectors of any length, not only for unit vectors (what is checked is the polynomial's
+    minimum).
 
     Raises: ArgumentError for degrees other than 1 to 6.
     """
@@ -34,7 +35,8 @@ class Polynomial(FeatureMap):
         object.__setattr__(self, "coefficients", values)
         require(
             2 <= len(values) <= 7 and values[-1] != 0,
-            f"Polynomial: 2 to 7 coefficients (degree 1 to 6), the last of them not 0, are required, received {values}.",
+            "Polynomial: 2 to 7 coefficients (degree 1 to 6), the last of them not 0, are required, received "
+            f"{values}.",
         )
         require(all(math.isfinite(c) for c in values), f"Polynomial: coefficients must be finite, received {values}.")
 

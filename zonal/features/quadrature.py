@@ -1,7 +1,9 @@
-"""1/y = int_0^inf e^(-s y) ds as a finite sum of exponentials on [eps, 4 + eps], where y = 2 + eps - 2 x and x in [-1, 1].
+"""1/y = int_0^inf e^(-s y) ds as a finite sum of exponentials on [eps, 4 + eps], where y = 2 + eps - 2 x and x in [-1,
+1].
 
-``laguerre`` are the Gauss-Laguerre nodes of SLAY: exact near x = 0, and at x = 1 off by (1 + eps)^(-2R). ``minimax`` are the
-nonnegative nodes whose largest relative error over all x is least: 1.3% with 5 nodes at eps = 0.01, where Laguerre needs 231.
+``laguerre`` are the Gauss-Laguerre nodes of SLAY: exact near x = 0, and at x = 1 off by (1 + eps)^(-2R). ``minimax``
+are the nonnegative nodes whose largest relative error over all x is least: 1.3% with 5 nodes at eps = 0.01, where
+Laguerre needs 231.
 """
 
 import functools
@@ -38,7 +40,8 @@ class Quadrature(NamedTuple):
 def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = None) -> Quadrature:
     """The nodes s_r and log w_r of a rule with ``count`` nodes for the Yat kernel of ``eps``.
 
-    Raises: ArgumentError for eps <= 0, counts out of range, a search that did not converge, or an error above ``tolerance``; it says the error.
+    Raises: ArgumentError for eps <= 0, counts out of range, a search that did not converge, or an error above
+    ``tolerance``; it says the error.
     """
     require(
         eps > 0 and math.isfinite(eps), f"quadrature: eps must be > 0 (the kernel is unbounded at 0), received {eps}."
@@ -54,7 +57,8 @@ def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = Non
     if tolerance is not None and not found.error <= tolerance:
         other = "rule='minimax', " if rule == "laguerre" else ""
         raise ArgumentError(
-            f"quadrature: {count} {rule} nodes at eps={eps:g} have a largest relative error of {found.error:.3g}, {tolerance:g} is required. "
+            f"quadrature: {count} {rule} nodes at eps={eps:g} have a largest relative error of {found.error:.3g}, "
+            f"{tolerance:g} is required. "
             f"Use more nodes, {other}or a larger eps."
         )
     return found
@@ -95,7 +99,8 @@ def _minimax(count: int, eps: float) -> Quadrature:
     at, error, spread = best
     if not spread < _EQUAL:
         raise ArgumentError(
-            f"quadrature: the search for {count} minimax nodes at eps={eps:g} did not converge: its largest relative error is {error:.3g}, and the peaks of the "
+            f"quadrature: the search for {count} minimax nodes at eps={eps:g} did not converge: "
+            f"its largest relative error is {error:.3g}, and the peaks of the "
             "error are not equal. Use fewer nodes, another eps, or rule='laguerre'."
         )
     order = at[:count].argsort()
@@ -104,7 +109,9 @@ def _minimax(count: int, eps: float) -> Quadrature:
 
 
 def _least_squares(count: int, eps: float, least: float, most: float) -> Tensor:
-    """log nodes and log weights with a small mean square relative error, from nodes between least / (4 + eps) and most / eps."""
+    """log nodes and log weights with a small mean square relative error, from nodes between least / (4 + eps) and most
+    / eps.
+    """
     y = _grid(eps, 400)
 
     def residual(at: Tensor) -> tuple[Tensor, Tensor]:

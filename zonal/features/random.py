@@ -12,12 +12,15 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class PositiveRandom(FeatureMap):
-    """phi(u) = D^-1/2 exp(sqrt(2 s) w_i . u - s |u|^2), i = 1 … D: E phi(u) . phi(v) = e^(2 s u.v) for vectors of any length.
+    """phi(u) = D^-1/2 exp(sqrt(2 s) w_i . u - s |u|^2), i = 1 … D: E phi(u) .
 
-    The relative variance for unit vectors is (e^(4 s (1 + x)) - 1)/D with independent w_i ~ N(0, I): it explodes with s.
+    phi(v) = e^(2 s u.v) for vectors of any length.
 
-    draws: D. s: the scale. orthogonal: w_i in blocks of d that are orthogonal, with the lengths of Gaussian vectors. antithetic: each
-    w with -w, so D is even. learn: w is trained; the expectation then means nothing.
+    The relative variance for unit vectors is (e^(4 s (1 + x)) - 1)/D with independent w_i ~ N(0, I): it explodes with
+    s.
+
+    draws: D. s: the scale. orthogonal: w_i in blocks of d that are orthogonal, with the lengths of Gaussian vectors.
+    antithetic: each w with -w, so D is even. learn: w is trained; the expectation then means nothing.
 
     Source: Choromanski et al. 2021; SLAY, eq. 9.
     """
@@ -86,7 +89,9 @@ class PositiveRandom(FeatureMap):
 
 @dataclass(frozen=True)
 class Fourier(FeatureMap):
-    """phi(x) = sqrt(2/D) [cos(W x), sin(W x)], W (D/2, d) ~ N(0, 1/width^2): E phi(u) . phi(v) = exp(-|u - v|^2 / (2 width^2)).
+    """phi(x) = sqrt(2/D) [cos(W x), sin(W x)], W (D/2, d) ~ N(0, 1/width^2): E phi(u) .
+
+    phi(v) = exp(-|u - v|^2 / (2 width^2)).
 
     Signed: values may be negative though the Gaussian is not. On unit vectors the kernel is e^(-(1 - x)/width^2).
 
@@ -140,7 +145,9 @@ class Fourier(FeatureMap):
 
 @dataclass(frozen=True)
 class RandomMaclaurin(FeatureMap):
-    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r: E phi(u) . phi(v) = (u . v)^degree. Signed.
+    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r: E phi(u) . phi(v) = (u . v)^degree.
+
+    Signed.
 
     Source: Kar and Karnick 2012; SLAY, appendix C.
     """
@@ -180,7 +187,9 @@ class RandomMaclaurin(FeatureMap):
 
 
 def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
-    """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets: (…, H, T, d) with (H, d) -> (…, H, T, size)."""
+    """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets: (…, H, T, d) with (H, d) -> (…,
+    H, T, size).
+    """
     signed = x * sign.unsqueeze(-2)
     return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(
         -1, bucket.unsqueeze(-2).expand(signed.shape), signed
@@ -199,7 +208,9 @@ def convolve(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorSketch(FeatureMap):
-    """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x: E phi(u) . phi(v) = (u . v)^degree, exactly unbiased. Signed.
+    """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x: E phi(u) . phi(v) = (u .
+
+    v)^degree, exactly unbiased. Signed.
 
     Source: Pham and Pagh 2013.
     """

@@ -1,4 +1,7 @@
-"""A feature map as the score of an operator: S_ts = phi_q(q_t) . phi_k(k_s), over which the link identity is the map's kernel."""
+"""A feature map as the score of an operator: S_ts = phi_q(q_t) .
+
+phi_k(k_s), over which the link identity is the map's kernel.
+"""
 
 import functools
 from dataclasses import dataclass, replace
@@ -17,16 +20,21 @@ from zonal.kernels import transforms
 
 @dataclass(frozen=True)
 class Features(Score):
-    """S_ts = phi_q(q_t) . phi_k(k_s) for q and k, or for their unit vectors where the map is made for those (``features.unit``).
+    """S_ts = phi_q(q_t) .
 
-    dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it, and what is learned
-    can be trained. None = left open: a layer fills in its own, and a bare call takes the start that ``seed`` gives for the size it meets.
-    heads: how many key heads have numbers of their own (1 = all share them). seed: of what is drawn; None = each layer draws its own as it draws its
-    weights, and without a layer it is 0. scaled: q and k are divided by D^(1/4), so that the map's
-    q.k is q.k / sqrt(D). temperature: what the score is divided by. What a map chooses from keys (k-means, principal directions) is missing until ``Operator.fit``.
+    phi_k(k_s) for q and k, or for their unit vectors where the map is made for those (``features.unit``).
 
-    Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all features of a vector
-    underflow (asked on a CPU); InsufficientMemoryError for features of all tokens that do not fit into memory.
+    dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it,
+    and what is learned can be trained. None = left open: a layer fills in its own, and a bare call takes the start that
+    ``seed`` gives for the size it meets.
+    heads: how many key heads have numbers of their own (1 = all share them). seed: of what is drawn; None = each layer
+    draws its own as it draws its weights, and without a layer it is 0. scaled: q and k are divided by D^(1/4), so that
+    the map's q.k is q.k / sqrt(D). temperature: what the score is divided by. What a map chooses from keys (k-means,
+    principal directions) is missing until ``Operator.fit``.
+
+    Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all
+    features of a vector underflow (asked on a CPU); InsufficientMemoryError for features of all tokens that do not fit
+    into memory.
     """
 
     bilinear: ClassVar[bool] = True
@@ -86,7 +94,8 @@ class Features(Score):
             return {}
         require(
             self.dim == k.shape[3] and self.heads in (1, k.shape[1]),
-            f"Operator.fit: keys of {self.heads if self.heads > 1 else 'any'} heads of size {self.dim} are required, received {k.shape[1]} of size {k.shape[3]}.",
+            f"Operator.fit: keys of {self.heads if self.heads > 1 else 'any'} heads of size {self.dim} are required, "
+            f"received {k.shape[1]} of size {k.shape[3]}.",
         )
         # key heads that share their numbers put their keys together
         keys = self._ready(k).transpose(0, 1).reshape(self.heads, -1, k.shape[3])
@@ -108,7 +117,10 @@ class Features(Score):
         return self._standing(self.features.key(self._ready(k), self._numbers(k, params)))
 
     def _standing(self, phi: Tensor) -> Tensor:
-        """Features as they are, once none of the vectors of a positive map has lost all of them to underflow. Asked where the answer costs no wait."""
+        """Features as they are, once none of the vectors of a positive map has lost all of them to underflow.
+
+        Asked where the answer costs no wait.
+        """
         asked = (
             self.features.nonnegative
             and not self.features.unit
@@ -118,8 +130,10 @@ class Features(Score):
         )
         if asked and bool((phi == 0).all(-1).any()):
             raise ArgumentError(
-                f"attention: all features {type(self.features).__name__} of some vector are 0 in {str(phi.dtype).removeprefix('torch.')}, being exponentials of "
-                "minus its length squared: the sums that rows are divided by would vanish. Make queries and keys shorter (a norm on them, qk_norm=True in a layer)."
+                f"attention: all features {type(self.features).__name__} of some vector are 0 in "
+                f"{str(phi.dtype).removeprefix('torch.')}, being exponentials of "
+                "minus its length squared: the sums that rows are divided by would vanish. "
+                "Make queries and keys shorter (a norm on them, qk_norm=True in a layer)."
             )
         return phi
 
@@ -130,18 +144,21 @@ class Features(Score):
             params = _drawn(replace(self, dim=dim))
         elif self.dim != dim:
             raise ArgumentError(
-                f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and meet one of {dim}. "
+                f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and "
+                f"meet one of {dim}. "
                 f"Declare dim={dim}, or leave it open and use the operator in nn.Attention, which gives its own."
             )
         if not torch.compiler.is_compiling() and any(bool(params[name].isnan().any()) for name in self.features.chosen):
             raise ArgumentError(
-                f"attention: {type(self.features).__name__} features choose {', '.join(self.features.chosen)} from keys, and have seen none. "
+                f"attention: {type(self.features).__name__} features choose {', '.join(self.features.chosen)} from "
+                "keys, and have seen none. "
                 "Use operator.fit(k) with keys (batch, key heads, tokens, dim) as they come to it."
             )
         size, vectors = self.features.dimension(dim), x[..., 0].numel()
         # twice: what they are made from is about as large
         device_memory.require(
-            "attention", f"{size} features for each of {vectors} vectors, and the work of making them,", 2 * vectors * size * x.element_size(), x.device,
+            "attention", f"{size} features for each of {vectors} vectors, and the work of making "
+                         "them,", 2 * vectors * size * x.element_size(), x.device,
             "Use fewer features, or absorb shorter pieces into a memory.",
         )  # fmt: skip
         return {

@@ -1,4 +1,7 @@
-"""Mechanisms: named operators, one module each, with defaults and papers. ``resolve`` reads specs such as ``ska(power=1)``."""
+"""Mechanisms: named operators, one module each, with defaults and papers.
+
+``resolve`` reads specs such as ``ska(power=1)``.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,9 @@
-"""Hedgehog attention, y_t = phi(q_t) . S_t / phi(q_t) . Z_t with phi(x) = softmax([W x, -W x]), W learned a head and side.
+"""Hedgehog attention, y_t = phi(q_t) . S_t / phi(q_t) .
 
-S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P a head; memory of a decoder: m (P + 1) numbers a head.
+Z_t with phi(x) = softmax([W x, -W x]), W learned a head and side.
+
+S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P a head; memory of a decoder: m (P + 1) numbers a
+head.
 Paper: Zhang et al. 2024.
 """
 
@@ -26,6 +29,7 @@ def hedgehog(
 ) -> Operator:
     """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
 
-    dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024 (Hedgehog).
+    dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024
+    (Hedgehog).
     """
     return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")

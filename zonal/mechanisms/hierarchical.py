@@ -18,7 +18,9 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
-    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks. sizes: of the tree, upward.
+    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks.
+
+    sizes: of the tree, upward.
 
     Raises: ArgumentError for sizes below 2.
     """

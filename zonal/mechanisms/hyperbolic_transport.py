@@ -15,7 +15,8 @@ from zonal.mechanisms.sinkhorn import plan
 
 @mechanism(
     "Hyperbolic transport",
-    "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: it reads the whole text at once.",
+    "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: "
+    "it reads the whole text at once.",
     weights=r"$e^{-w d(q, k)/\tau}$ of hyperbolic distance, scaled likewise",
     memory="none: for encoders",
     paths="tiled",
@@ -30,7 +31,8 @@ def hyperbolic_transport(
     limit: int = 1000,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """log K = -w d(q, k) / tau with d the hyperbolic distance in units of its typical size and w > 0 learned a head, and a plan as anchor, as in ``sinkhorn``.
+    """log K = -w d(q, k) / tau with d the hyperbolic distance in units of its typical size and w > 0 learned a head,
+    and a plan as anchor, as in ``sinkhorn``.
 
     temperature: tau. eps: where the distance becomes smooth (``metric.Hyperbolic``). The rest as for ``sinkhorn``.
 

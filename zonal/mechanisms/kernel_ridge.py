@@ -1,7 +1,9 @@
-"""Kernel ridge and Koopman read-outs: y_t = k(q_t, K) (k(K, K) + rho I)^-1 V over the keys K seen so far, for a kernel k of angles that has no paper of its own in this place.
+"""Kernel ridge and Koopman read-outs: y_t = k(q_t, K) (k(K, K) + rho I)^-1 V over the keys K seen so far, for a kernel
+k of angles that has no paper of its own in this place.
 
-The fit of ``ridge`` and ``ska`` in the feature space of another mechanism's kernel. A polynomial of degree n has m exact features, C(n + D - 1, n) +
-C(n + D - 2, n - 1), on which the read-out runs in linear time: T m (m + P) a head; memory of a decoder: about 2 m^2 + P m numbers a head. Others run dense.
+The fit of ``ridge`` and ``ska`` in the feature space of another mechanism's kernel. A polynomial of degree n has m
+exact features, C(n + D - 1, n) + C(n + D - 2, n - 1), on which the read-out runs in linear time: T m (m + P) a head;
+memory of a decoder: about 2 m^2 + P m numbers a head. Others run dense.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from zonal.mechanisms.yat import yat
 
 
 def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"] = 64) -> Operator:
-    """The kernel of ``mechanisms.sko`` with weights w_k that stay above zero, as they have to for a positive definite one."""
+    """The kernel of ``mechanisms.sko`` with weights w_k that stay above zero, as they have to for a positive definite
+    one.
+    """
     return Operator(Cosine(), Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, nonnegative=True))
 
 
@@ -32,7 +36,8 @@ _KERNELS: dict[str, Callable[..., Operator]] = {
 
 @mechanism(
     "Kernel ridge",
-    "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree.",
+    "each read solves a least-squares fit from the features of keys to their values, such as squares: "
+    "more pairs than keys have numbers; constant memory at low degree.",
     weights="ridge or ska with the kernel of squared_affine, sko, yat, …",
     memory="$2m^2 + mP$, $m$ features",
     paths="chunked",
@@ -45,10 +50,12 @@ def kernel_ridge(
     chunk: int | None = None,
     d_qk: int | None = None,
 ) -> Operator:
-    """Ridge regression from keys to values with another mechanism's kernel, refitted at every token; with a power its Koopman read-out, as in ``ska``.
+    """Ridge regression from keys to values with another mechanism's kernel, refitted at every token; with a power its
+    Koopman read-out, as in ``ska``.
 
-    kernel: the mechanism whose score and link make it, with arguments or without: squared_affine, polynomial_square, sko (of degrees and manifold_dim,
-    weights above zero), yat, slay (the paper's random features in place of yat). d_qk: the size that a layer gives its queries and keys.
+    kernel: the mechanism whose score and link make it, with arguments or without: squared_affine, polynomial_square,
+    sko (of degrees and manifold_dim, weights above zero), yat, slay (the paper's random features in place of yat).
+    d_qk: the size that a layer gives its queries and keys.
 
     Raises: ArgumentError for a kernel that need not be positive definite, naming why, and for one that is not known.
     """
@@ -58,9 +65,14 @@ def kernel_ridge(
     else:
         anchor = Koopman(power=power, eps=eps, learn_ridge=learn_ridge)
     operator = Operator(
-        made.score, made.link, anchor, () if chunk is None else ChunkCausal(size=chunk), name="kernel_ridge", layer_init="default" if power is None else "orthogonal",
+        made.score,
+        made.link,
+        anchor,
+        () if chunk is None else ChunkCausal(size=chunk),
+        name="kernel_ridge",
+        layer_init="default" if power is None else "orthogonal",
         qk_dim=made.qk_dim if d_qk is None else d_qk,
-    )  # fmt: skip
+    )
     operator.check("kernel_ridge")
     return operator
 

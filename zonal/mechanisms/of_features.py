@@ -1,4 +1,4 @@
-"""Attention by any feature map, y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t): what the mechanisms with features share."""
+"""Attention by any feature map, y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), for the mechanisms with features."""
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
@@ -19,8 +19,8 @@ def of_features(
 ) -> Operator:
     """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
 
-    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative; a row's sum may then come near
-    zero, and its output grow without bound.
+    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative; a row's sum
+    may then come near zero, and its output grow without bound.
 
     Raises: PathError for a signed map without ``allow_signed``.
     """

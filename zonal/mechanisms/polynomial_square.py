@@ -38,14 +38,17 @@ def polynomial_square(
 ) -> Operator:
     """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction.
 
-    Give coefficients, or ``degree`` (2, 4 or 6, of the whole in x): then the nearest to ``yat(eps)``, with ``fit="density"`` for random unit
-    vectors in R^d_qk (16 unless given), with ``fit="data"`` for the causal rows of ``data`` = (q, k), (…, T, d) each, as calls will bring them.
-    d_qk: the size that a layer gives its queries and keys; small ones have few features, C(d_qk + degree, degree), while values may
-    be wide. ``degree=4, d_qk=8`` and ``degree=2, d_qk=16`` are the recommended forms. How near they come: docs/slay.md.
+    Give coefficients, or ``degree`` (2, 4 or 6, of the whole in x): then the nearest to ``yat(eps)``, with
+    ``fit="density"`` for random unit vectors in R^d_qk (16 unless given), with ``fit="data"`` for the causal rows of
+    ``data`` = (q, k), (…, T, d) each, as calls will bring them.
+    d_qk: the size that a layer gives its queries and keys; small ones have few features, C(d_qk + degree, degree),
+    while values may be wide. ``degree=4, d_qk=8`` and ``degree=2, d_qk=16`` are the recommended forms. How near they
+    come: docs/slay.md.
 
     The coefficients of a fit are in the operator's ``spec``, from which a model can make it again.
 
-    Raises: ArgumentError for both or a degree that cannot be fitted, eps <= 0, and data that are missing or not asked for.
+    Raises: ArgumentError for both or a degree that cannot be fitted, eps <= 0, and data that are missing or not asked
+    for.
     """
     require(
         0 < eps < math.inf,
@@ -97,7 +100,8 @@ def _fitted_rows(kernel: Yat, degree: int, data: tuple[Tensor, Tensor]) -> Squar
     q, k = data
     require(
         q.ndim >= 2 and q.shape == k.shape and 0 not in q.shape,
-        f"polynomial_square: data=(q, k) must be (…, tokens, dim) each, of one shape, received {tuple(q.shape)} and {tuple(k.shape)}.",
+        f"polynomial_square: data=(q, k) must be (…, tokens, dim) each, of one shape, received {tuple(q.shape)} and "
+        f"{tuple(k.shape)}.",
     )
     # no normalised cosine leaves [-1, 1], but rounding does
     x = (normalize(q.detach().double(), dim=-1) @ normalize(k.detach().double(), dim=-1).mT).clamp(-1, 1)

@@ -1,7 +1,8 @@
 """Any operator by the names of its parts, in one line: regime(score="cosine", link="yat(eps=0.1)", anchor="ridge").
 
-y_t = sum_s W_ts v_s, W = A(B * l(S)), with the score S, link l, anchor A and priors B that are named; a name is that of a declaration
-in lower case, with the arguments that are not at their defaults. Cost: that of the parts (``zonal.explain``). Paper: Geometric Attention (003).
+y_t = sum_s W_ts v_s, W = A(B * l(S)), with the score S, link l, anchor A and priors B that are named; a name is that of
+a declaration in lower case, with the arguments that are not at their defaults. Cost: that of the parts
+(``zonal.explain``). Paper: Geometric Attention (003).
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ def _part(text: str, kinds: Mapping[str, type[Declaration]], slot: str) -> Decla
 
 
 def _inner(value: Any) -> Any:
-    """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else as it is."""
+    """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else
+    as it is.
+    """
     if isinstance(value, tuple):
         return tuple(_inner(item) for item in value)
     kinds = declared("score", "link", "anchor", "prior", "metric", "search", "features")
@@ -49,7 +52,8 @@ def _inner(value: Any) -> Any:
 
 @mechanism(
     "Regime",
-    "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights.",
+    "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence "
+    "becomes weights.",
     weights="any of the above and whatever else their parts make, by name",
     memory="that of its parts",
     paths="those of its parts",
@@ -65,8 +69,9 @@ def regime(
 ) -> Operator:
     """score: also a feature map, phi_q(q).phi_k(k) then being the score. prior: a tuple of texts.
 
-    rank: the size that a layer gives queries and keys of a head (None: that of values). readout: "auto" norms each head's output where the anchor
-    leaves its size to the data (count, raw), as ``sko`` and ``retention`` do. layer_init: "auto" starts a Koopman anchor as ``ska`` does.
+    rank: the size that a layer gives queries and keys of a head (None: that of values). readout: "auto" norms each
+    head's output where the anchor leaves its size to the data (count, raw), as ``sko`` and ``retention`` do.
+    layer_init: "auto" starts a Koopman anchor as ``ska`` does.
 
     Raises: ArgumentError for names and arguments that there are not, and for parts that mean nothing together.
     """
@@ -87,9 +92,15 @@ def regime(
     assert isinstance(linked, Link)
     assert isinstance(anchored, Anchor)
     operator = Operator(
-        scored, linked, anchored, tuple(part for part in priors if isinstance(part, Prior)), name="regime", qk_dim=rank,
-        readout=_readout(anchored) if readout == "auto" else readout, layer_init=_layer_init(anchored) if layer_init == "auto" else layer_init,
-    )  # fmt: skip
+        scored,
+        linked,
+        anchored,
+        tuple(part for part in priors if isinstance(part, Prior)),
+        name="regime",
+        qk_dim=rank,
+        readout=_readout(anchored) if readout == "auto" else readout,
+        layer_init=_layer_init(anchored) if layer_init == "auto" else layer_init,
+    )
     operator.check("regime")
     return operator
 

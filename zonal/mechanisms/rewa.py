@@ -3,7 +3,8 @@
 log K_ts = -(alpha E(q_1, k_1) + beta S(q_2, k_2) + gamma H(q_3, k_3)) / tau,   q = (q_1, q_2, q_3), k likewise,
 
 with E, S, H the three distances and weights alpha, beta, gamma > 0 learned a head; rows divided by their sum.
-Cost: T S (2D + P) multiply-adds and about fifty operations a pair; memory of a decoder: all keys and values. Paper: REWA (004).
+Cost: T S (2D + P) multiply-adds and about fifty operations a pair; memory of a decoder: all keys and values. Paper:
+REWA (004).
 """
 
 from zonal.algebra import Operator
@@ -18,7 +19,8 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA",
-    "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value.",
+    "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. "
+    "It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ over row sum, $d$ a learned sum of flat, spherical and hyperbolic distance",
     memory="$S(D + P)$",
     paths="tiled",
@@ -36,12 +38,15 @@ def rewa(
 ) -> Operator:
     """Distance score on R^m x S^(n-1) x H^p, exp link, row anchor.
 
-    parts: (m, n, p) with m + n + p = D, a part of 0 leaving its space out; None = thirds, the plane taking what is left over.
-        A layer makes queries and keys of that size, which may differ from that of values.
-    weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for numbers from N(0, 1).
-    temperature: tau. dot: the factor of a dot product of whole q and k beside the distances (``score.NegativeDistance``).
+    parts: (m, n, p) with m + n + p = D, a part of 0 leaving its space out; None = thirds, the plane taking what is left
+        over. A layer makes queries and keys of that size, which may differ from that of values.
+    weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for
+    numbers from N(0, 1).
+    temperature: tau. dot: the factor of a dot product of whole q and k beside the distances
+    (``score.NegativeDistance``).
     shared_witness: one map makes queries and keys, as in the paper; each token is then nearest to itself, always.
-    adaptive: each query weighs the spaces for itself, by a softmax over its first numbers, one a space; parts are of what follows.
+    adaptive: each query weighs the spaces for itself, by a softmax over its first numbers, one a space; parts are of
+    what follows.
     eps: where distances become smooth.
 
     Raises: ArgumentError for parts, weights or gates that are not three, or no parts at all.
@@ -55,9 +60,12 @@ def rewa(
     kept = [i for i in range(3) if parts is None or parts[i] != 0]
     require(len(kept) > 0, f"rewa: a part of at least one number is required, received {parts}.")
     metric = Product(
-        tuple(spaces[i] for i in kept), None if parts is None else tuple(parts[i] for i in kept), tuple(weights[i] for i in kept),
-        None if gates is None else tuple(gates[i] for i in kept), adaptive=adaptive,
-    )  # fmt: skip
+        tuple(spaces[i] for i in kept),
+        None if parts is None else tuple(parts[i] for i in kept),
+        tuple(weights[i] for i in kept),
+        None if gates is None else tuple(gates[i] for i in kept),
+        adaptive=adaptive,
+    )
     dim = None if parts is None else sum(parts) + len(kept) * adaptive
     return Operator(
         NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa", qk_dim=dim

@@ -1,7 +1,7 @@
 """REWA of functions: K_ts = exp(phi(q_t) . phi(k_s) / tau) of random Fourier features, or phi . phi of positive ones.
 
-Rows are divided by their sum. Cost: T S (m + P), or T m P in the linear form; memory of a decoder: all keys and values, or
-m (P + 1) numbers a head. Paper: REWA (004).
+Rows are divided by their sum. Cost: T S (m + P), or T m P in the linear form; memory of a decoder: all keys and values,
+or m (P + 1) numbers a head. Paper: REWA (004).
 """
 
 from typing import Literal
@@ -18,7 +18,8 @@ from zonal.mechanisms.registry import mechanism
 @mechanism(
     "REWA functional",
     "softmax over random Fourier features, or positive ones in linear time.",
-    weights=r"$e^{\phi(q) \cdot \phi(k) / \tau}$ of random Fourier features, or $\phi \cdot \phi$ of positive ones, over row sum",
+    weights=r"$e^{\phi(q) \cdot \phi(k) / \tau}$ of random Fourier features, or $\phi \cdot \phi$ of positive ones, "
+    r"over row sum",
     memory="$S(m + P)$; $m(P + 1)$",
     paths="tiled; chunked",
 )
@@ -34,10 +35,13 @@ def rewa_functional(
     dim: int | None = None,
     seed: int | None = None,
 ) -> Operator:
-    """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) . phi(k) of positive ones in linear time; row anchor.
+    """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) .
 
-    size: number of features. kappa: the kernel that phi . phi stands for, ``gaussian``, ``laplacian`` or ``matern``. form: ``softmax`` of signed
-    features, or ``linear`` in positive ones. temperature: tau, of softmax. learn: train the frequencies. The rest as in ``features.Stationary`` and ``Features``.
+    phi(k) of positive ones in linear time; row anchor.
+
+    size: number of features. kappa: the kernel that phi . phi stands for, ``gaussian``, ``laplacian`` or ``matern``.
+    form: ``softmax`` of signed features, or ``linear`` in positive ones. temperature: tau, of softmax. learn: train the
+    frequencies. The rest as in ``features.Stationary`` and ``Features``.
 
     Raises: ArgumentError for names and sizes that do not fit.
     """

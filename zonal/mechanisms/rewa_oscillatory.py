@@ -1,6 +1,7 @@
 """REWA with waves: log K_ts = sum_k a_k e^(-b_k d) cos(w_k d) of the distance d of ``rewa``, rows divided by their sum.
 
-Cost: as ``rewa``, and eight operations a pair for each wave; memory of a decoder: all keys and values. Paper: REWA (004).
+Cost: as ``rewa``, and eight operations a pair for each wave; memory of a decoder: all keys and values. Paper: REWA
+(004).
 """
 
 from zonal.algebra import Operator
@@ -29,9 +30,12 @@ def rewa_oscillatory(
     eps: float = 1e-4,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Evidence that swings with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor. Keys at a period of one another agree.
+    """Evidence that swings with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor.
 
-    amplitudes, decays, frequencies: where a (of any sign), b > 0 and w start; learned a head (``link.Oscillatory``). The rest as for ``rewa``.
+    Keys at a period of one another agree.
+
+    amplitudes, decays, frequencies: where a (of any sign), b > 0 and w start; learned a head (``link.Oscillatory``).
+    The rest as for ``rewa``.
 
     Raises: ArgumentError as ``rewa``, and for lists of unequal length.
     """

@@ -1,4 +1,5 @@
-"""REWA on a learned manifold: K_ts = exp(-d(q_t, k_s) / tau) with d of a learned metric tensor g, rows divided by their sum.
+"""REWA on a learned manifold: K_ts = exp(-d(q_t, k_s) / tau) with d of a learned metric tensor g, rows divided by their
+sum.
 
 g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T. Memory of a decoder: all keys and values. Paper: REWA (004).
 """
@@ -28,9 +29,12 @@ def rewa_riemannian(
     seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T along the straight way, row anchor.
+    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j .
 
-    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness: as for ``rewa``.
+    x + c_j) u_j u_j^T along the straight way, row anchor.
+
+    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness:
+    as for ``rewa``.
 
     Raises: ArgumentError for numbers out of range.
     """

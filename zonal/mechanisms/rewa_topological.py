@@ -1,6 +1,7 @@
 """REWA of shapes: K_ts = exp(-(alpha |q_t - k_s| + beta W_2(A_t, A_s)) / tau), rows divided by their sum.
 
-A_t is the persistence diagram of the neighbourhood of token t. Cost: 5 n^2 operations a pair for n neighbours; memory of a
+A_t is the persistence diagram of the neighbourhood of token t. Cost: 5 n^2 operations a pair for n neighbours; memory
+of a
 decoder: all keys and values. Paper: REWA (004).
 """
 
@@ -16,7 +17,8 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA topological",
-    "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
+    "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. "
+    "It keeps every key and value.",
     weights=r"$e^{-d/\tau}$, with the distance of neighbourhoods by their persistence diagrams, over row sum",
     memory="$S(3D + P + 5n^2)$",
     paths="tiled",
@@ -30,10 +32,12 @@ def rewa_topological(
     eps: float = 1e-4,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row anchor.
+    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row
+    anchor.
 
-    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its deaths, which a layer puts there
-    (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``. temperature, shared_witness, eps: as for ``rewa``.
+    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its
+    deaths, which a layer puts there (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``.
+    temperature, shared_witness, eps: as for ``rewa``.
 
     Raises: ArgumentError for numbers out of range.
     """

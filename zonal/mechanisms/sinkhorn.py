@@ -1,6 +1,7 @@
 """Sinkhorn attention: softmax attention under constraints on what keys receive.
 
-y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns. Bidirectional.
+y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns.
+Bidirectional.
 Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations.
 Papers: Geometric Attention (003), section 2.7; Sander et al. 2022.
 """
@@ -15,8 +16,13 @@ from zonal.mechanisms.registry import mechanism
 
 
 def plan(
-    call: str, rho: tuple[float | None, float | None] | None, bounds: tuple[float, float] | None, learn: bool, tolerance: float, limit: int
-) -> PlanAnchor:  # fmt: skip
+    call: str,
+    rho: tuple[float | None, float | None] | None,
+    bounds: tuple[float, float] | None,
+    learn: bool,
+    tolerance: float,
+    limit: int,
+) -> PlanAnchor:
     require(
         rho is None or bounds is None,
         f"{call}: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.",
@@ -34,7 +40,8 @@ def plan(
 
 @mechanism(
     "Sinkhorn",
-    "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once.",
+    "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: "
+    "it reads the whole text at once.",
     weights=r"$e^{q \cdot k/\sqrt D}$ scaled so that keys receive their share, exactly, about, or at most",
     memory="none: for encoders",
     paths="tiled",
@@ -48,10 +55,12 @@ def sinkhorn(
     limit: int = 1000,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with ``bounds`` in a range.
+    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with
+    ``bounds`` in a range.
 
-    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a key receives at least and at most,
-    in units of its share. learn: a layer makes the masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
+    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a
+    key receives at least and at most, in units of its share. learn: a layer makes the masses from its input. tolerance,
+    limit: of the iteration (``anchor.PlanAnchor``).
 
     Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """

@@ -1,9 +1,9 @@
 """Spectral Koopman Attention: y = eta gamma^K C P (M P)^K q with P = (G + rho I)^-1 over the keys seen so far.
 
-G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T. K = 0 returns the value stored with a key, K = 1 the value one step later
-(an induction head), K = 2 two later, each times eta gamma^K, which starts at 1.5 x 1.009^K, and less what the ridge takes.
-Training and decoding are the same function, token by token. Cost: T r (r + P) a head; memory of a decoder: about 2 r^2 + P r
-numbers a head. Paper: Echo (Koopman operators).
+G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T. K = 0 returns the value stored with a key, K = 1 the value one step
+later (an induction head), K = 2 two later, each times eta gamma^K, which starts at 1.5 x 1.009^K, and less what the
+ridge takes. Training and decoding are the same function, token by token. Cost: T r (r + P) a head; memory of a decoder:
+about 2 r^2 + P r numbers a head. Paper: Echo (Koopman operators).
 """
 
 from typing import Literal
@@ -19,27 +19,39 @@ from zonal.mechanisms.ridge import priors
 
 @mechanism(
     "SKA",
-    "a least-squares fit as in ridge, read K learnt steps further: with K = 1 it recalls what came after a key. Constant memory.",
+    "a least-squares fit as in ridge, read K learnt steps further: with K = 1 it recalls what came after a key. "
+    "Constant memory.",
     weights="ridge after $K$ steps of the keys' own dynamics",
     memory=r"$2D^2 + DP$, and $D^2$ more for $K \ge 1$",
     paths="chunked",
 )
 def ska(
-    power: int | tuple[int, ...] = 1, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
-    relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,
-    preset: Literal["paper"] | None = None, eta: float = 1.5,
-) -> Operator:  # fmt: skip
-    """Koopman read-out of the given power (0 = ``ridge`` times eta), a tuple for one a head group; ``fading``: the past fades by a rate that each token sets.
+    power: int | tuple[int, ...] = 1,
+    eps: float = 0.1,
+    key_limit: float | None = 1.0,
+    chunk: int | None = None,
+    running_max: bool = False,
+    relative: float = 0.0,
+    fading: bool = False,
+    spectral_norm: Literal["none", "power"] = "none",
+    rank: int | None = None,
+    preset: Literal["paper"] | None = None,
+    eta: float = 1.5,
+) -> Operator:
+    """Koopman read-out of the given power (0 = ``ridge`` times eta), a tuple for one a head group; ``fading``: the past
+    fades by a rate that each token sets.
 
-    rank: r, the size that a layer gives queries and keys of a head (None: that of values). eta: the gain of the read-out at the start, learned a head.
-    ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of 64, the running maximum with eps 1e-3, keys of any length.
+    rank: r, the size that a layer gives queries and keys of a head (None: that of values). eta: the gain of the
+    read-out at the start, learned a head. ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of
+    64, the running maximum with eps 1e-3, keys of any length.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
     if preset == "paper":
         plain = (power, eps, key_limit, chunk, running_max, spectral_norm) == (1, 0.1, 1.0, None, False, "none")
         require(
             plain,
-            "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.",
+            "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. "
+            "Leave them out, or the preset, and write them all.",
         )
         power, eps, key_limit, chunk, running_max, spectral_norm = 2, 1e-3, None, 64, True, "power"
     anchor = Koopman(

@@ -1,7 +1,8 @@
 """SLAY: spherical Yat attention through positive random features, y_t = phi(q_t) . S_t / phi(q_t) . Z_t.
 
-S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, phi = [sqrt(w_r) (poly(u) ⊗ PRF(u; s_r))]_r (``features.Slay``). The
-kernel that is meant is ``yat(eps)``; what the features give instead, and what to use, is in docs/slay.md. Paper: SLAY (001).
+S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, phi = [sqrt(w_r) (poly(u) ⊗ PRF(u; s_r))]_r
+(``features.Slay``). The kernel that is meant is ``yat(eps)``; what the features give instead, and what to use, is in
+docs/slay.md. Paper: SLAY (001).
 """
 
 from typing import Literal
@@ -45,9 +46,10 @@ def slay_features(
 ) -> Slay:
     """The paper's features from plain values, as an operator spec gives them.
 
-    scale: ``small``, ``medium`` or ``large`` (D = P = 8, 16, 32). polynomial: the map of x^2. size: P, and draws: D, instead of the scale's.
-    learn: train anchors and projections. choice: where anchors and Nystrom's landmarks come from, ``random``, ``orthogonal`` or ``kmeans`` of
-    the keys that ``Operator.fit`` is given. The rest as in ``features.Slay``.
+    scale: ``small``, ``medium`` or ``large`` (D = P = 8, 16, 32). polynomial: the map of x^2. size: P, and draws: D,
+    instead of the scale's.
+    learn: train anchors and projections. choice: where anchors and Nystrom's landmarks come from, ``random``,
+    ``orthogonal`` or ``kmeans`` of the keys that ``Operator.fit`` is given. The rest as in ``features.Slay``.
 
     Raises: ArgumentError for names and sizes that do not fit.
     """
@@ -63,9 +65,18 @@ def slay_features(
         f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.",
     )
     return Slay(
-        eps=eps, nodes=nodes, rule=rule, polynomial=_factor(polynomial, size, learn, choice), draws=draws, orthogonal=orthogonal, antithetic=antithetic,
-        learn=learn, fusion=fusion, sketch_size=sketch_size, anew=anew,
-    )  # fmt: skip
+        eps=eps,
+        nodes=nodes,
+        rule=rule,
+        polynomial=_factor(polynomial, size, learn, choice),
+        draws=draws,
+        orthogonal=orthogonal,
+        antithetic=antithetic,
+        learn=learn,
+        fusion=fusion,
+        sketch_size=sketch_size,
+        anew=anew,
+    )
 
 
 def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap | None:
@@ -112,8 +123,9 @@ def slay(
 ) -> Operator:
     """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
 
-    The first arguments are those of ``slay_features``, and so is ``anew``. The row anchor divides by the sum itself, without the paper's delta, and
-    gives zeros where it is zero. dim, seed and allow_signed are those of ``of_features``.
+    The first arguments are those of ``slay_features``, and so is ``anew``. The row anchor divides by the sum itself,
+    without the paper's delta, and gives zeros where it is zero. dim, seed and allow_signed are those of
+    ``of_features``.
     """
     features = slay_features(
         scale,

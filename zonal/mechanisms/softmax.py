@@ -13,7 +13,8 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Softmax",
-    "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value.",
+    "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. "
+    "It keeps every key and value.",
     weights=r"$e^{q \cdot k / \sqrt D}$ over row sum",
     memory="$S(D + P)$",
     paths="tiled",

@@ -49,7 +49,8 @@ def made(
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError) as error:  # the second for what cannot be a key of a dictionary
             raise ArgumentError(
-                f"operator spec {spec!r}: the value of {keyword.arg} must be a literal (number, text, tuple, True, False, None)."
+                f"operator spec {spec!r}: the value of {keyword.arg} must be a literal (number, text, tuple, True, "
+                "False, None)."
             ) from error
         value = value if read is None else read(value)
         hint = hints.get(str(keyword.arg), Any)
@@ -67,13 +68,15 @@ def made(
 def _read(spec: str) -> tuple[str, list[ast.keyword]]:
     if len(spec) > _LONGEST:
         raise ArgumentError(
-            f"operator spec {spec[:40]!r}… cannot be read: it has {len(spec):,} characters, at most {_LONGEST:,} are possible."
+            f"operator spec {spec[:40]!r}… cannot be read: it has {len(spec):,} characters, at most {_LONGEST:,} are "
+            "possible."
         )
     try:
         node = ast.parse(spec.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two for deep brackets
         raise ArgumentError(
-            f"operator spec {spec!r} cannot be read ({error}). Write a name or name(argument=value, …), e.g. ska(power=1)."
+            f"operator spec {spec!r} cannot be read ({error}). Write a name or name(argument=value, …), e.g. "
+            "ska(power=1)."
         ) from error
     call = node if isinstance(node, ast.Call) else None
     name = (
@@ -85,7 +88,8 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
     )
     if name is None or (call is not None and (call.args or any(k.arg is None for k in call.keywords))):
         raise ArgumentError(
-            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …) with keyword arguments only."
+            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …) with keyword arguments "
+            "only."
         )
     return name, call.keywords if call is not None else []
 

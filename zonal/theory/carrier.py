@@ -1,15 +1,22 @@
-"""Carriers: what can be addressed. Records fall into buckets, coarser carriers follow from finer ones by factor maps, and kernels are pushed along.
+"""Carriers: what can be addressed.
 
-A carrier is a labelling pi: records -> buckets; tokens are the one in which each record is a bucket of its own. ``fine`` refines ``coarse`` where a map f
-with coarse.labels = f(fine.labels) exists. It is then onto and the only one, so carriers up to renaming are partitions, ordered by refinement.
+Records fall into buckets, coarser carriers follow from finer ones by factor maps, and kernels are pushed along.
 
-A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden. Its pushforward along f (queries) and g (keys) gathers all fine pairs
-of a coarse one; with K > 0 on allowed pairs, what is allowed is pushed along with it. What holds, and where a condition is needed:
+A carrier is a labelling pi: records -> buckets; tokens are the one in which each record is a bucket of its own.
+``fine`` refines ``coarse`` where a map f with coarse.labels = f(fine.labels) exists. It is then onto and the only one,
+so carriers up to renaming are partitions, ordered by refinement.
 
-* along composed maps every pushforward is the composition of pushforwards: (f' . f, g' . g)_* = (f', g')_* (f, g)_*, and identities change nothing. It holds
-  because sums of p-th powers and maxima are associative; a mean of means is no mean, unless each is weighed by its mass;
-* merging keys by ``Sum`` commutes with the row-conditional; merging queries does so up to weights: rows are averaged by their row sums;
-* anchoring again after each step is anchoring once after all of them for the row anchor and maps of keys alone; not for maps of queries.
+A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden. Its pushforward along f (queries)
+and g (keys) gathers all fine pairs of a coarse one; with K > 0 on allowed pairs, what is allowed is pushed along with
+it. What holds, and where a condition is needed:
+
+* along composed maps every pushforward is the composition of pushforwards: (f' . f, g' . g)_* = (f', g')_* (f, g)_*,
+  and identities change nothing. It holds because sums of p-th powers and maxima are associative; a mean of means is no
+  mean, unless each is weighed by its mass;
+* merging keys by ``Sum`` commutes with the row-conditional; merging queries does so up to weights: rows are averaged by
+  their row sums;
+* anchoring again after each step is anchoring once after all of them for the row anchor and maps of keys alone; not for
+  maps of queries.
 
 Source: Geometric Attention, definitions 2.2 to 2.5 and 5.2, remark 5.5.
 """
@@ -27,7 +34,9 @@ from zonal.errors import ArgumentError
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A map from a finer carrier onto a coarser one. to (..., n): for each fine bucket its coarse one, 0 … size - 1, each of which occurs.
+    """A map from a finer carrier onto a coarser one.
+
+    to (..., n): for each fine bucket its coarse one, 0 … size - 1, each of which occurs.
 
     Leading axes are rows, each with a map of its own onto as many buckets.
 
@@ -57,8 +66,10 @@ class Factor:
         empty = (self.masses() == 0).nonzero()
         if len(empty):
             raise ArgumentError(
-                f"Factor: a map onto all {self.size} buckets is required, and none is sent to bucket {int(empty[0, -1])}: the map is not surjective. "
-                "Number the buckets that occur without gaps, torch.unique(labels, return_inverse=True)[1], and give their number as the size."
+                f"Factor: a map onto all {self.size} buckets is required, and none is sent to bucket "
+                f"{int(empty[0, -1])}: the map is not surjective. "
+                "Number the buckets that occur without gaps, torch.unique(labels, return_inverse=True)[1], and give "
+                "their number as the size."
             )
 
     @staticmethod
@@ -73,7 +84,10 @@ class Factor:
         return self.to.shape[-1]
 
     def then(self, coarser: "Factor") -> "Factor":
-        """The composed map, this one first. Raises: ArgumentError when ``coarser`` starts from another number of buckets."""
+        """The composed map, this one first.
+
+        Raises: ArgumentError when ``coarser`` starts from another number of buckets.
+        """
         require(
             coarser.fine == self.size,
             f"Factor.then: a map of {self.size} buckets is required, received one of {coarser.fine}.",
@@ -98,7 +112,10 @@ class Factor:
         return self.total(mass[..., None])[..., 0]
 
     def merged(self, values: Tensor, mass: Tensor) -> Tensor:
-        """The mean of values (..., n, P) by mass (..., n): (..., size, P). Where all of a bucket's mass is 0 its members count alike."""
+        """The mean of values (..., n, P) by mass (..., n): (..., size, P).
+
+        Where all of a bucket's mass is 0 its members count alike.
+        """
         mass = mass[..., None]
         mass = torch.where(self.pulled(self.total(mass)) > 0, mass, 1)
         return (self.total(values * mass) / self.total(mass)).to(values.dtype)
@@ -115,7 +132,9 @@ class Factor:
 
 
 class Buckets:
-    """Records by labels (..., N), whole numbers 0 … size - 1 each of which occurs. Leading axes are rows, each with labels of its own.
+    """Records by labels (..., N), whole numbers 0 … size - 1 each of which occurs.
+
+    Leading axes are rows, each with labels of its own.
 
     Raises: ArgumentError for labels that leave one out, or are no whole numbers.
     """
@@ -142,7 +161,9 @@ class Buckets:
         return Buckets(self.map.then(factor).to)
 
     def refines(self, coarser: "Buckets") -> bool:
-        """Whether what is together here is together there: the order of refinement, in which this one is the finer or the same."""
+        """Whether what is together here is together there: the order of refinement, in which this one is the finer or
+        the same.
+        """
         return self.records == coarser.records and self._met(coarser)[1] is None
 
     def same(self, other: "Buckets") -> bool:
@@ -150,7 +171,10 @@ class Buckets:
         return self.refines(other) and other.refines(self)
 
     def factor(self, coarser: "Buckets") -> Factor:
-        """The map f with ``coarser.labels = f(labels)``. Raises: ArgumentError when this carrier does not refine the other."""
+        """The map f with ``coarser.labels = f(labels)``.
+
+        Raises: ArgumentError when this carrier does not refine the other.
+        """
         require(
             self.records == coarser.records,
             f"factor: carriers of the same records are required, received {self.records} and {coarser.records}.",
@@ -158,7 +182,8 @@ class Buckets:
         to, split = self._met(coarser)
         if split is not None:
             raise ArgumentError(
-                f"factor: bucket {split} of this carrier has records that the other one keeps apart, so that no map leads from this one to the other. "
+                f"factor: bucket {split} of this carrier has records that the other one keeps apart, so that no map "
+                "leads from this one to the other. "
                 "Ask the finer of two carriers for its map onto the coarser."
             )
         return Factor(to, coarser.size)
@@ -190,7 +215,10 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class LogSumExp(Aggregation):
-    """log K~ = tau log sum exp(log K / tau) over allowed pairs: the p-norm of evidence, p = 1 / tau. tau = 1 is the sum; tau -> 0 the largest."""
+    """log K~ = tau log sum exp(log K / tau) over allowed pairs: the p-norm of evidence, p = 1 / tau.
+
+    tau = 1 is the sum; tau -> 0 the largest.
+    """
 
     temperature: float = 1.0
 
@@ -227,7 +255,9 @@ class Max(Aggregation):
 
 
 def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregation = Sum()) -> Tensor:
-    """log K~ (..., T~, S~) of log K (..., T, S) along the maps of queries (T to T~) and keys (S to S~). Rows of batched maps broadcast to leading axes.
+    """log K~ (..., T~, S~) of log K (..., T, S) along the maps of queries (T to T~) and keys (S to S~).
+
+    Rows of batched maps broadcast to leading axes.
 
     Raises: ArgumentError for maps of other numbers of queries or keys.
     """
@@ -235,13 +265,15 @@ def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregati
     fits = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and shape[-2:] == (queries.fine, keys.fine)
     require(
         fits,
-        f"pushforward: log K (..., {queries.fine}, {keys.fine}) is required for these maps, received {log_kernel.dtype} of shape {shape}.",
+        f"pushforward: log K (..., {queries.fine}, {keys.fine}) is required for these maps, received "
+        f"{log_kernel.dtype} of shape {shape}.",
     )
     return by.along(by.along(log_kernel, keys).mT, queries).mT
 
 
 def reanchored(log_kernel: Tensor, queries: Factor, keys: Factor, anchor: Anchor, by: Aggregation = Sum()) -> Tensor:
-    """W~ = A(K~): weights (..., T~, S~) of the pushforward, by an anchor that looks at rows of K (``Row``, ``TopK``, ``Count``, ``Raw``).
+    """W~ = A(K~): weights (..., T~, S~) of the pushforward, by an anchor that looks at rows of K (``Row``, ``TopK``,
+    ``Count``, ``Raw``).
 
     log K here is (B, H, T, S).
 
@@ -253,7 +285,8 @@ def reanchored(log_kernel: Tensor, queries: Factor, keys: Factor, anchor: Anchor
     )
     require(
         isinstance(anchor, SumAnchor | TopK),
-        f"reanchored: anchor {type(anchor).__name__} needs more than the kernel of queries and keys, which is all that is pushed along. Use Row, TopK, Count or Raw.",
+        f"reanchored: anchor {type(anchor).__name__} needs more than the kernel of queries and keys, which is all "
+        "that is pushed along. Use Row, TopK, Count or Raw.",
     )
     pushed = pushforward(log_kernel, queries, keys, by)
     seen = visibility(pushed.shape[2], pushed.shape[3], (), causal=False, include_self=True)

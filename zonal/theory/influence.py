@@ -1,15 +1,18 @@
 """Influence sets: which inputs of a stack of layers can reach which outputs, and after how many layers at least.
 
-A layer is a relation R, bool (T, T): R[t, s] where output t reads input s. Each layer also keeps what it had, so that after n of them
+A layer is a relation R, bool (T, T): R[t, s] where output t reads input s. Each layer also keeps what it had, so that
+after n of them
 
     influence = (I | R_n) ... (I | R_1)
 
-with the boolean product. It is an upper set: what lies outside cannot matter, whatever the weights; what lies inside need not. The source composes
-the R alone, which leaves out pairs as soon as a mask does not let a token see itself: what a token had then comes from nowhere.
+with the boolean product. It is an upper set: what lies outside cannot matter, whatever the weights; what lies inside
+need not. The source composes the R alone, which leaves out pairs as soon as a mask does not let a token see itself:
+what a token had then comes from nowhere.
 
-A layer is given as its relation, with leading axes or without, as a prior, or as a tuple of priors that hold together. Tokenwise parts of a model
-(norms, feed-forwards, read-outs of its history) change nothing; what a layer of attention reads, its convolution and other charts included, is
-``nn.TokenMixer.reads``, and of all layers of a model ``reads`` of the model.
+A layer is given as its relation, with leading axes or without, as a prior, or as a tuple of priors that hold together.
+Tokenwise parts of a model (norms, feed-forwards, read-outs of its history) change nothing; what a layer of attention
+reads, its convolution and other charts included, is ``nn.TokenMixer.reads``, and of all layers of a model ``reads`` of
+the model.
 
 Source: Geometric Attention, definitions 5.8 and 5.9, proposition 5.1 and corollary 5.1, with I | R for R.
 """
@@ -30,7 +33,10 @@ NEVER = -1
 def visible(
     priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True
 ) -> Tensor:
-    """The relation of priors among ``tokens`` tokens, bool (T, T): what each query may see. causal, include_self: unless the priors say so themselves."""
+    """The relation of priors among ``tokens`` tokens, bool (T, T): what each query may see.
+
+    causal, include_self: unless the priors say so themselves.
+    """
     require_whole("influence: tokens", tokens)
     found = intervals_of(tokens, tokens, priors if isinstance(priors, tuple) else (priors,), causal, include_self)
     place = torch.arange(tokens)
@@ -38,7 +44,8 @@ def visible(
 
 
 def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
-    """Which inputs can reach which outputs through the layers, the first one first: bool (..., T, T), [t, s] where input s can reach output t.
+    """Which inputs can reach which outputs through the layers, the first one first: bool (..., T, T), [t, s] where
+    input s can reach output t.
 
     Args:
         layers: one layer, or a list of them.
@@ -54,10 +61,12 @@ def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
 
 
 def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
-    """The fewest layers through which input s can reach output t, int64 (..., T, T): 0 for a token and itself, ``NEVER`` = -1 where no number does.
+    """The fewest layers through which input s can reach output t, int64 (..., T, T): 0 for a token and itself,
+    ``NEVER`` = -1 where no number does.
 
-    One layer is repeated as often as anything new is reached; a list is what it is, from its first layer on. So ``depth(...).max()`` is the number
-    of layers from which on more bring nothing. Arguments and errors as in ``reach``. Work: T^3 a layer.
+    One layer is repeated as often as anything new is reached; a list is what it is, from its first layer on. So
+    ``depth(...).max()`` is the number of layers from which on more bring nothing. Arguments and errors as in ``reach``.
+    Work: T^3 a layer.
     """
     relations = _relations(layers, tokens)
     repeated = not _is_list(layers)
@@ -77,20 +86,23 @@ def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
 def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Which inputs the outputs of a function do depend on at x, by its derivative: x (..., T, D) -> bool (..., T', T).
 
-    Row t is where the gradient of a random combination of the numbers of y_t is not 0. Of a model it lies within ``reach``. T' backward passes.
+    Row t is where the gradient of a random combination of the numbers of y_t is not 0. Of a model it lies within
+    ``reach``. T' backward passes.
 
     Raises: ArgumentError when the function gives no tokens with the leading axes of x.
     """
     require(
         x.ndim >= 2 and x.is_floating_point(),
-        f"influence.support: x must be floating numbers (..., tokens, D), received {x.dtype} of shape {tuple(x.shape)}.",
+        f"influence.support: x must be floating numbers (..., tokens, D), received {x.dtype} of shape "
+        f"{tuple(x.shape)}.",
     )
     x = x.detach().requires_grad_()
     y = function(x)
     fits = isinstance(y, Tensor) and y.ndim == x.ndim and y.shape[:-2] == x.shape[:-2]
     require(
         fits,
-        f"influence.support: a function to (..., tokens, P) with the leading axes of x {tuple(x.shape)} is required, received {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}.",
+        f"influence.support: a function to (..., tokens, P) with the leading axes of x {tuple(x.shape)} is required, "
+        f"received {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}.",
     )
     if not y.requires_grad:  # it does not depend on x at all
         return torch.zeros(*y.shape[:-1], x.shape[-2], dtype=torch.bool, device=x.device)
@@ -124,7 +136,8 @@ def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tens
         square = layer.dtype == torch.bool and layer.ndim >= 2 and layer.shape[-2] == layer.shape[-1]
         require(
             square,
-            f"influence: a relation must be bool (..., tokens, tokens), True where the row reads the column, received {layer.dtype} of shape {tuple(layer.shape)}.",
+            "influence: a relation must be bool (..., tokens, tokens), True where the row reads the column, received "
+            f"{layer.dtype} of shape {tuple(layer.shape)}.",
         )
     return [
         *torch.broadcast_tensors(*(layer | torch.eye(size, dtype=torch.bool, device=layer.device) for layer in found))

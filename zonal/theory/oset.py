@@ -1,17 +1,19 @@
 """O-sets: membership that is witnessed or not yet, and reports of three values made of two of them.
 
-A stage is what is known at some time, of whatever type; a later stage continues an earlier one when it knows all that and perhaps more. At
-a stage t an o-set X says of each of finitely many records w whether its acceptance is witnessed: a bool tensor over the records, whose
-False is "not yet" and never "no". Acceptance is stable when no continuation takes it back (``withdrawn`` finds where one does).
+A stage is what is known at some time, of whatever type; a later stage continues an earlier one when it knows all that
+and perhaps more. At a stage t an o-set X says of each of finitely many records w whether its acceptance is witnessed: a
+bool tensor over the records, whose False is "not yet" and never "no". Acceptance is stable when no continuation takes
+it back (``withdrawn`` finds where one does).
 
     join     w in_t X | Y      iff  w in_t X or w in_t Y              least upper bound of the preorder ``refines``
     meet     w in_t X & Y      iff  w in_t X and w in_t Y             greatest lower bound
     product  (w, u) in_t X * Y iff  w in_t X and u in_t Y
     report   ACCEPTED where only ``yes`` accepts, CONTRADICTED where only ``no``, its rival, does, UNDECIDED elsewhere
 
-All three keep stability. A complement does not: what is not accepted yet may be later, so that "not X" would be taken back. Only where X
-is decided once and for all does one exist (the source says that none ever does, and overlooks those). A report keeps what it said along
-continuations when its two o-sets are stable and never accept one record both; where they come to do so it falls back to UNDECIDED.
+All three keep stability. A complement does not: what is not accepted yet may be later, so that "not X" would be taken
+back. Only where X is decided once and for all does one exist (the source says that none ever does, and overlooks
+those). A report keeps what it said along continuations when its two o-sets are stable and never accept one record both;
+where they come to do so it falls back to UNDECIDED.
 Source: Geometric Attention, appendix A.
 """
 
@@ -44,13 +46,15 @@ class OSet(Generic[Stage]):
 
     @classmethod
     def generated(cls, generators: Sequence[Callable[[Stage], Tensor]], protocol: Callable[[Stage], Tensor]) -> Self:
-        """The o-set of a generator family and an answer protocol: accepted are records that some generator has logged and the protocol accepts.
+        """The o-set of a generator family and an answer protocol: accepted are records that some generator has logged
+        and the protocol accepts.
 
         Raises: ArgumentError without a generator, since nothing would ever be logged.
         """
         require(
             len(generators) > 0,
-            "OSet.generated: at least one generator is required, received none. Pass procedures that log records, stage -> bool tensor.",
+            "OSet.generated: at least one generator is required, received none. "
+            "Pass procedures that log records, stage -> bool tensor.",
         )
 
         def accepts(stage: Stage) -> Tensor:
@@ -82,11 +86,15 @@ class OSet(Generic[Stage]):
         return OSet(accepts)
 
     def refines(self, other: "OSet[Stage]", stages: Iterable[Stage]) -> bool:
-        """Whether at each of these stages all that this one accepts is accepted by the other, too: the preorder of o-sets."""
+        """Whether at each of these stages all that this one accepts is accepted by the other, too: the preorder of
+        o-sets.
+        """
         return all(bool(torch.le(*_alike("refines", self.at(stage), other.at(stage))).all()) for stage in stages)
 
     def withdrawn(self, history: Iterable[Stage]) -> "Withdrawal | None":
-        """The first acceptance that is taken back along stages that continue one another, or None when acceptance is stable there."""
+        """The first acceptance that is taken back along stages that continue one another, or None when acceptance is
+        stable there.
+        """
         before: Tensor | None = None
         for place, stage in enumerate(history):
             now = self.at(stage)
@@ -97,7 +105,7 @@ class OSet(Generic[Stage]):
 
 
 class Withdrawal(NamedTuple):
-    """place: of the stage that takes acceptance back, counted from 0. records: bool, those that it takes it back from."""
+    """place: index of the stage that withdraws acceptance. records: bool, the records that lose it."""
 
     place: int
     records: Tensor
@@ -138,7 +146,9 @@ class Reporter(Generic[Stage]):
         )
 
     def decoded(self, stage: Stage, decode: Tensor) -> tuple[Tensor, Tensor]:
-        """(yes, no), bool (elements,): elements of which some record is accepted. decode (records,): the element, from 0, that each record stands for.
+        """(yes, no), bool (elements,): elements of which some record is accepted.
+
+        decode (records,): the element, from 0, that each record stands for.
 
         Raises: ArgumentError unless decode names one element a record and every element from 0 to its largest.
         """
@@ -146,19 +156,23 @@ class Reporter(Generic[Stage]):
         fits = decode.dtype == torch.int64 and decode.shape == yes.shape and decode.numel() > 0
         require(
             fits,
-            f"Reporter: decode must be int64 with one element for each of {tuple(yes.shape)} records, received {decode.dtype} of {tuple(decode.shape)}.",
+            f"Reporter: decode must be int64 with one element for each of {tuple(yes.shape)} records, received "
+            f"{decode.dtype} of {tuple(decode.shape)}.",
         )
         count = int(decode.max()) + 1
         found = decode.unique()
         require(
             int(decode.min()) >= 0 and found.numel() == count,
-            f"Reporter: decode must reach every element from 0 to {count - 1}, received only {found.tolist()}. Number the elements that have records.",
+            f"Reporter: decode must reach every element from 0 to {count - 1}, received only {found.tolist()}. "
+            "Number the elements that have records.",
         )
         empty = torch.zeros(count, dtype=torch.bool, device=decode.device)
         return empty.index_put((decode[yes],), empty.new_ones(())), empty.index_put((decode[no],), empty.new_ones(()))
 
     def certified(self, stage: Stage, decode: Tensor) -> bool:
-        """Whether a stage is certified two-valued: each element has a decided record, and none has records of both labels."""
+        """Whether a stage is certified two-valued: each element has a decided record, and none has records of both
+        labels.
+        """
         yes, no = self.decoded(stage, decode)
         return bool((yes ^ no).all())
 
@@ -174,7 +188,8 @@ class Reporter(Generic[Stage]):
         ):
             require(
                 not bool(flags.any()),
-                f"Reporter.partition: the stage is not two-valued: element {int(flags.to(torch.int8).argmax())} {what}. {remedy}",
+                f"Reporter.partition: the stage is not two-valued: element {int(flags.to(torch.int8).argmax())} "
+                f"{what}. {remedy}",
             )
         return Partition(yes, no)
 
@@ -190,7 +205,8 @@ def _flags(what: str, value: Tensor) -> Tensor:
 def _alike(verb: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     require(
         a.shape == b.shape,
-        f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. For pairs of unlike records use product.",
+        f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. "
+        "For pairs of unlike records use product.",
     )
     return a, b
 

@@ -1,10 +1,13 @@
-"""Probes: what is observed of a kernel, which scalings of it no observation sees, and what of a score is left when those are taken out.
+"""Probes: what is observed of a kernel, which scalings of it no observation sees, and what of a score is left when
+those are taken out.
 
-A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden: exp(-800) is 0 in float64, so that a gauge is exact in log
-space alone. With the exponential link log K is the score with the log prior added, and a scaling a_t K_ts b_s adds fields to it, S_ts + log a_t + log b_s.
+A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden: exp(-800) is 0 in float64, so
+that a gauge is exact in log space alone. With the exponential link log K is the score with the log prior added, and a
+scaling a_t K_ts b_s adds fields to it, S_ts + log a_t + log b_s.
 
-All of this is dense and in float64: it looks at heads of some hundred tokens, and runs none. So it may look at causal heads too, whose columns are
-sums over later queries; an anchor may not (a balanced plan under a causal mask lets earlier rows depend on later ones). Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
+All of this is dense and in float64: it looks at heads of some hundred tokens, and runs none. So it may look at causal
+heads too, whose columns are sums over later queries; an anchor may not (a balanced plan under a causal mask lets
+earlier rows depend on later ones). Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
 """
 
 import math
@@ -21,7 +24,9 @@ By = Literal["row", "column", "both"]
 
 
 class Observed(NamedTuple):
-    """What a probe sees of K, log P_ts = left_t + log K_ts + right_s (..., T, S), and by which scaling, left (..., T) and right (..., S)."""
+    """What a probe sees of K, log P_ts = left_t + log K_ts + right_s (..., T, S), and by which scaling, left (..., T)
+    and right (..., S).
+    """
 
     log: Tensor
     left: Tensor
@@ -89,14 +94,17 @@ class Kernel(Probe):
 
 @dataclass(frozen=True, eq=False)
 class EntropicPlan(Probe):
-    """The entropic plan of K: P = argmin KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(a | b) = sum a log(a / b) - a + b.
+    """The entropic plan of K: P = argmin KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(a | b) = sum a log(a
+    / b) - a + b.
 
-    rho: (rho_1, rho_2) >= 0, None = a constraint: with two of them, the default, the plan is balanced. reference: R, "masses" for mu nu^T K or "kernel"
-    for K, as in ``anchor.UnbalancedPlan``, whose plan this is. rows (T,) and columns (S,): the marginals mu and nu, positive; None = uniform, of sum 1.
-    A side that is constrained is one whose scaling is not seen; one that is only drawn to its marginal shows it.
+    rho: (rho_1, rho_2) >= 0, None = a constraint: with two of them, the default, the plan is balanced. reference: R,
+    "masses" for mu nu^T K or "kernel" for K, as in ``anchor.UnbalancedPlan``, whose plan this is. rows (T,) and columns
+    (S,): the marginals mu and nu, positive; None = uniform, of sum 1. A side that is constrained is one whose scaling
+    is not seen; one that is only drawn to its marginal shows it.
     tolerance: scalings end where no log factor changes by more, relative to the largest. iterations: at most so many.
 
-    Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and scalings that do not settle.
+    Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and scalings that do
+    not settle.
     """
 
     rows: Tensor | None = None
@@ -110,7 +118,8 @@ class EntropicPlan(Probe):
         good = isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho)
         require(
             good,
-            f"probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received {self.rho!r}.",
+            "probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received "
+            f"{self.rho!r}.",
         )
         require(
             self.reference in ("masses", "kernel"),
@@ -133,7 +142,8 @@ class EntropicPlan(Probe):
             empty = log_kernel.isneginf().all(axis).nonzero()
             require(
                 not len(empty),
-                f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.",
+                f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} "
+                f"{empty[0, -1] if len(empty) else 0} has none. Leave it out.",
             )
         mu, nu = (
             self._marginal("rows", self.rows, log_kernel.shape[-2]),
@@ -143,7 +153,8 @@ class EntropicPlan(Probe):
         fits = not (self.left and self.right) or math.isclose(*masses, rel_tol=1e-9)
         require(
             fits,
-            f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a rho.",
+            f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and "
+            f"{masses[1]:g}. Scale one, or give a rho.",
         )
         log_mu, log_nu = mu.log().to(log_kernel.device), nu.log().to(log_kernel.device)
         give, take = (1.0 if rho is None else rho / (1 + rho) for rho in self.rho)
@@ -155,7 +166,8 @@ class EntropicPlan(Probe):
             left = own - give * (log_kernel + right[..., None, :]).logsumexp(-1)
             right = other - take * (log_kernel + left[..., None]).logsumexp(-2)
             change = max(float((now - before).abs().max()) for now, before in zip((left, right), earlier, strict=True))
-            # relative to the factors, whose last digit is all that is left where K underflows; what is not a number goes on to be reported
+            # relative to the factors, whose last digit is all that is left where K underflows; what is not a number
+            # goes on to be reported
             if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
                 return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
         off = float(
@@ -164,8 +176,10 @@ class EntropicPlan(Probe):
             .sum()
         )
         raise ArgumentError(
-            f"probe.EntropicPlan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and rows miss their marginals by {off:.2g} in all. The mask "
-            "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform marginals, the diagonal). Allow more pairs, "
+            f"probe.EntropicPlan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and "
+            f"rows miss their marginals by {off:.2g} in all. The mask "
+            "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform "
+            "marginals, the diagonal). Allow more pairs, "
             "soften a side with rho, or raise iterations."
         )
 
@@ -176,7 +190,8 @@ class EntropicPlan(Probe):
         good = given.shape == (size,) and bool((given > 0).all()) and bool(given.isfinite().all())
         require(
             good,
-            f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.",
+            f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. "
+            "Leave out tokens that are to have no mass.",
         )
         return given.double()
 
@@ -194,13 +209,15 @@ class Equivalence(NamedTuple):
 
 
 def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance: float = 1e-9) -> Equivalence:
-    """Whether ``probe`` sees the same of two kernels, log K1 and log K2 (..., T, S), and the scaling between them that it does not see.
+    """Whether ``probe`` sees the same of two kernels, log K1 and log K2 (..., T, S), and the scaling between them that
+    it does not see.
 
     Raises: ArgumentError for kernels of different shapes, and what ``probe.observe`` raises.
     """
     require(
         log_first.shape == log_second.shape,
-        f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and {tuple(log_second.shape)}.",
+        f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and "
+        f"{tuple(log_second.shape)}.",
     )
     first, second = probe.observe(log_first), probe.observe(log_second)
     seen, other = first.log.exp(), second.log.exp()
@@ -218,11 +235,13 @@ class Fields(NamedTuple):
 
 
 def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fields:
-    """The representative of scores (..., T, S) up to row fields (``row``), column fields (``column``) or both: the one whose weighted sums vanish.
+    """The representative of scores (..., T, S) up to row fields (``row``), column fields (``column``) or both: the one
+    whose weighted sums vanish.
 
-    For ``both``, sum_s w_ts I_ts = 0 and sum_t w_ts I_ts = 0 at once. Under a mask no closed form gives it (subtracting means one after the other depends on
-    the fields that were to go): the two sets of equations are solved. The constant, of which rows and columns can give each other any part, is the rows':
-    columns have a weighted mean of zero (in each part of the pairs that no chain of allowed pairs joins to the rest).
+    For ``both``, sum_s w_ts I_ts = 0 and sum_t w_ts I_ts = 0 at once. Under a mask no closed form gives it (subtracting
+    means one after the other depends on the fields that were to go): the two sets of equations are solved. The
+    constant, of which rows and columns can give each other any part, is the rows': columns have a weighted mean of zero
+    (in each part of the pairs that no chain of allowed pairs joins to the rest).
 
     weight: w (..., T, S) > 0 on allowed pairs, None = 1.
 
@@ -243,10 +262,14 @@ def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fi
 
 
 def _columns(scores: Tensor, weight: Tensor) -> Tensor:
-    """The column field of the normal equations, after the rows are eliminated: (D_c - W^T D_r^-1 W) c = W . S summed by column - W^T row means."""
+    """The column field of the normal equations, after the rows are eliminated: (D_c - W^T D_r^-1 W) c = W .
+
+    S summed by column - W^T row means.
+    """
     by_row, by_column = weight.sum(-1), weight.sum(-2)
     share = weight / torch.where(by_row > 0, by_row, 1)[..., None]
-    # divided by the root of the columns' weights on both sides: its least solution then has a weighted mean of zero in every connected part
+    # divided by the root of the columns' weights on both sides: its least solution then has a weighted mean of zero in
+    # every connected part
     root = torch.where(by_column > 0, by_column, 1).sqrt()
     system = torch.diag_embed(by_column) - weight.mT @ share
     right = (weight * (scores - _mean(scores, weight, -1)[..., None])).sum(-2)
@@ -255,7 +278,9 @@ def _columns(scores: Tensor, weight: Tensor) -> Tensor:
 
 
 class Energies(NamedTuple):
-    """Weighted squares of scores about their mean, (...): what the row field takes away, the column field then, and what is left."""
+    """Weighted squares of scores about their mean, (...): what the row field takes away, the column field then, and
+    what is left.
+    """
 
     gauge: Tensor
     columns: Tensor
@@ -287,7 +312,8 @@ def energies(scores: Tensor, weight: Tensor | None = None) -> Energies:
 class NormalForm:
     """S_ts ~ rows_t + columns_s + queries_t . keys_s with queries (..., T, r) and keys (..., S, r).
 
-    explained (...): the share of the interaction's energy in the dot product. best: whether no form of this rank has a larger one.
+    explained (...): the share of the interaction's energy in the dot product. best: whether no form of this rank has a
+    larger one.
     """
 
     rows: Tensor
@@ -310,9 +336,10 @@ class NormalForm:
 def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, sweeps: int = 100) -> NormalForm:
     """Row field, column field, and a dot product of ``rank`` numbers for the interaction of scores (..., T, S).
 
-    Without mask or weight the singular value decomposition of the interaction gives the best one (Eckart and Young). With either there is no such theorem:
-    queries and keys are fitted in turn by least squares on the allowed pairs, from the decomposition with zeros elsewhere, which never gets worse and
-    ends in a local optimum (``best`` is False). sweeps: at most so many turns.
+    Without mask or weight the singular value decomposition of the interaction gives the best one (Eckart and Young).
+    With either there is no such theorem: queries and keys are fitted in turn by least squares on the allowed pairs,
+    from the decomposition with zeros elsewhere, which never gets worse and ends in a local optimum (``best`` is False).
+    sweeps: at most so many turns.
 
     Raises: ArgumentError for a rank below 1 or above min(T, S), and what ``centred`` raises.
     """
@@ -335,7 +362,9 @@ def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, swee
 
 
 def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
-    """Least squares for queries and keys in turn, until a sweep takes away less than a ten-thousandth of what is missed."""
+    """Least squares for queries and keys in turn, until a sweep takes away less than a ten-thousandth of what is
+    missed.
+    """
     missed = _square(target - queries @ keys.mT, weight)
     for _ in range(sweeps):
         queries = _regress(target, weight, keys)
@@ -348,7 +377,9 @@ def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sw
 
 
 def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
-    """Each row's best coefficients of ``keys`` for its targets; where several are (a row that sees fewer keys than the rank), nearly the shortest."""
+    """Each row's best coefficients of ``keys`` for its targets; where several are (a row that sees fewer keys than the
+    rank), nearly the shortest.
+    """
     gram = torch.einsum("...ts,...sa,...sb->...tab", weight, keys, keys)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     lower, _ = torch.linalg.cholesky_ex(
@@ -358,7 +389,8 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
 
 
 def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tensor:
-    """KL of what ``probe`` sees of K from what it sees of another kernel, a row, (..., T), 0 for empty rows; both as log K (..., T, S).
+    """KL of what ``probe`` sees of K from what it sees of another kernel, a row, (..., T), 0 for empty rows; both as
+    log K (..., T, S).
 
     KL(p | m) = sum p log(p/m) - p + m, which is the usual one for rows of sum one.
     """
@@ -371,16 +403,19 @@ def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tens
 
 
 def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe = Rows()) -> NormalForm:
-    """A form of the same rank, nearer to what ``probe`` sees: columns, queries and keys that lessen the mean ``divergence`` from that of ``scores`` (..., T, S).
+    """A form of the same rank, nearer to what ``probe`` sees: columns, queries and keys that lessen the mean
+    ``divergence`` from that of ``scores`` (..., T, S).
 
-    The best squared error of scores is not the best of weights: an error where a row has no weight costs nothing. From ``form`` on, by L-BFGS, and never
-    worse than it; rows are fitted too where the probe sees them, and stay where it does not. ``explained`` is that of the new dot product. probe: ``Rows`` or
-    ``Kernel``; a plan has no gradient here. steps: of the optimiser.
+    The best squared error of scores is not the best of weights: an error where a row has no weight costs nothing. From
+    ``form`` on, by L-BFGS, and never worse than it; rows are fitted too where the probe sees them, and stay where it
+    does not. ``explained`` is that of the new dot product. probe: ``Rows`` or ``Kernel``; a plan has no gradient here.
+    steps: of the optimiser.
     """
     require_whole("probe.refined: steps", steps)
     require(
         isinstance(probe, Rows | Kernel),
-        f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no gradient passes.",
+        f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no "
+        "gradient passes.",
     )
     scores = _checked("probe.refined", scores)
     start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
@@ -418,7 +453,8 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
     good = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and bool((log_kernel < float("inf")).all())
-    require(good, f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received {log_kernel.dtype} of shape {tuple(log_kernel.shape)}"
+    require(good, f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received "
+                  f"{log_kernel.dtype} of shape {tuple(log_kernel.shape)}"
                   f"{'' if log_kernel.ndim < 2 else ' with NaN or infinity'}.")  # fmt: skip
     return log_kernel.double()
 
@@ -442,7 +478,9 @@ def _filled(scores: Tensor) -> Tensor:
 
 
 def _explained(target: Tensor, made: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-    """The share of the energy of ``target`` that ``made`` has; 1 where scores are all fields and the interaction is their rounding."""
+    """The share of the energy of ``target`` that ``made`` has; 1 where scores are all fields and the interaction is
+    their rounding.
+    """
     whole = _square(target, weight)
     some = whole > 1e-24 * _square(scores.double(), weight)
     return torch.where(some, 1 - _square(target - made, weight) / torch.where(some, whole, 1), 1)

@@ -1,14 +1,17 @@
-"""Updates by weights: conditionals and plans, gated mixtures of them, and feed-forward layers as plans over their hidden units.
+"""Updates by weights: conditionals and plans, gated mixtures of them, and feed-forward layers as plans over their
+hidden units.
 
     y_i = Σ_j w_ij v_j        plan: w >= 0        conditional: w >= 0 and Σ_j w_ij = 1
 
-A gated mixture is one update on the disjoint union of the carriers of its parts, where each part has keys and values of its own:
+A gated mixture is one update on the disjoint union of the carriers of its parts, where each part has keys and values of
+its own:
 
     Σ_k g_ik Σ_j w^k_ij v^k_j = Σ_(k, j) (g_ik w^k_ij) v^k_j
 
-It is a conditional where all parts are and g_i is a distribution over them, and a plan where all parts are plans and g >= 0. A feed-forward layer
-W a(x) is a plan on the carrier of ± hidden units: unit h weighs a_h⁺ for the value W_h and a_h⁻ for -W_h, whatever the activation. A mixture of experts is a
-conditional on the carrier of experts, whose values depend on the row.
+It is a conditional where all parts are and g_i is a distribution over them, and a plan where all parts are plans and g
+>= 0. A feed-forward layer W a(x) is a plan on the carrier of ± hidden units: unit h weighs a_h⁺ for the value W_h and
+a_h⁻ for -W_h, whatever the activation. A mixture of experts is a conditional on the carrier of experts, whose values
+depend on the row.
 
 Weights of both signs (a Gegenbauer series, ridge and Koopman read-outs) are neither, and are refused.
 
@@ -47,7 +50,8 @@ class PlanUpdate:
         )
         if not bool(((w >= 0) & w.isfinite()).all()):
             raise ArgumentError(
-                f"{what}: weights must be finite and >= 0, received {float(w.min()):g} … {float(w.max()):g}. Signed kernels and solves are neither plans nor conditionals."
+                f"{what}: weights must be finite and >= 0, received {float(w.min()):g} … {float(w.max()):g}. "
+                "Signed kernels and solves are neither plans nor conditionals."
             )
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -66,7 +70,8 @@ class PlanUpdate:
         empty = int((self.masses == 0).sum())
         require(
             empty == 0,
-            f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.",
+            f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. "
+            "An update without evidence is the identity of its stage, and no conditional.",
         )
         return Conditional(self.weights / self.masses[..., None])
 
@@ -81,14 +86,15 @@ class Conditional(PlanUpdate):
 
 
 def mixed(gate: Tensor, parts: Sequence[PlanUpdate]) -> PlanUpdate:
-    """The gated mixture, on the disjoint union of the parts' keys in their order: weights (..., T, S_1 + ... + S_K); values are joined alike, ``torch.cat``.
+    """The gated mixture, on the disjoint union of the parts' keys in their order: weights (..., T, S_1 + ... + S_K);
+    values are joined alike, ``torch.cat``.
 
     Args:
         gate: (..., T, K) >= 0, a column a part.
         parts: all conditionals, whose mixture is one if each row of the gate sums to 1; or else plans.
 
-    Returns: a ``Conditional`` of conditionals, a ``PlanUpdate`` else. Raises: ArgumentError for a gate of another number of parts, negative, or of
-    conditionals and no distribution.
+    Returns: a ``Conditional`` of conditionals, a ``PlanUpdate`` else. Raises: ArgumentError for a gate of another
+    number of parts, negative, or of conditionals and no distribution.
     """
     found = [*parts]
     require(
@@ -119,9 +125,11 @@ def columns(read: Tensor) -> Tensor:
 
 
 def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None = None) -> PlanUpdate:
-    """The plan of the layer read(activation(lift x + bias)): ``feed_forward(x, lift, "gelu", bias)(columns(read))``, to which the read-out's bias is added.
+    """The plan of the layer read(activation(lift x + bias)): ``feed_forward(x, lift, "gelu", bias)(columns(read))``, to
+    which the read-out's bias is added.
 
-    x (..., T, dim), lift (m, dim), bias (m,) -> weights (..., T, 2 m). Other layers, gated ones too: ``signed`` of their hidden units.
+    x (..., T, dim), lift (m, dim), bias (m,) -> weights (..., T, 2 m). Other layers, gated ones too: ``signed`` of
+    their hidden units.
 
     Raises: ArgumentError for an unknown activation.
     """

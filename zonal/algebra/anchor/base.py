@@ -2,7 +2,8 @@
 
 Row, Count and Raw look at one query's own row of K and reduce it key by key: their ``reduction`` is a monoid
 (init, absorb, combine, finalise), which is what the tiled, chunked and streaming drivers are made of. TopK is Row once
-each row's least kept value is known. Ridge and Koopman solve with the kernel among keys; they are not such a reduction, and say so (``solves``).
+each row's least kept value is known. Ridge and Koopman solve with the kernel among keys; they are not such a reduction,
+and say so (``solves``).
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from zonal.algebra.score import Params
 
 
 class Potentials(NamedTuple):
-    """Where a plan's iteration stands: f (B, H, T), g (B, H, S), the number of iterations, and the largest part of a head's mass that the last one moved."""
+    """Where a plan's iteration stands: f (B, H, T), g (B, H, S), the number of iterations, and the largest part of a
+    head's mass that the last one moved.
+    """
 
     query: Tensor
     key: Tensor
@@ -27,8 +30,8 @@ class Potentials(NamedTuple):
 
 
 class Marginals(NamedTuple):
-    """Logarithms of how much each query gives, (B, H, T), and each key receives, (B, H, S), in plans; ``plan.ABSENT``: takes no part. Those of each
-    document sum to one. start: potentials that an iteration begins with, None = zero."""
+    """Logarithms of how much each query gives, (B, H, T), and each key receives, (B, H, S), in plans; ``plan.ABSENT``:
+    takes no part. Those of each document sum to one. start: potentials that an iteration begins with, None = zero."""
 
     query: Tensor
     key: Tensor
@@ -40,7 +43,8 @@ class Blocks(NamedTuple):
 
     qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
     visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
-    q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their past fades.
+    q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their
+    past fades.
     marginals: the masses of queries and keys, for anchors that couple queries.
     """
 
@@ -60,7 +64,9 @@ _NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output:
 
 
 class State(NamedTuple):
-    """A partial sum over keys: total (B, H, T, P) = sum K v, mass (B, H, T, 1) = sum K, top = the maximum taken out of log K."""
+    """A partial sum over keys: total (B, H, T, P) = sum K v, mass (B, H, T, 1) = sum K, top = the maximum taken out of
+    log K.
+    """
 
     total: Tensor
     mass: Tensor
@@ -68,7 +74,9 @@ class State(NamedTuple):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a @ b in place, without the product's own buffer: total contiguous (B, H, T, P), a (B, H, T, S), b (B, H, S, P)."""
+    """total += a @ b in place, without the product's own buffer: total contiguous (B, H, T, P), a (B, H, T, S), b (B,
+    H, S, P).
+    """
     total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     return total
 
@@ -76,10 +84,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class Anchor(Declaration, abstract=True):
     """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
 
-    ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the other queries, too.
-    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these): which routes are for it.
-    ``reduces_as``: how compiled kernels call it, declared by each class for itself: a subclass may compute something else.
-    ``top``: how many keys a row keeps, 0 = all. ``shifts``: the most Koopman steps of a read-out. ``by_query``: each query needs an inverse of its own.
+    ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the
+    other queries, too.
+    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these): which routes
+    are for it.
+    ``reduces_as``: how compiled kernels call it, declared by each class for itself: a subclass may compute something
+    else.
+    ``top``: how many keys a row keeps, 0 = all. ``shifts``: the most Koopman steps of a read-out. ``by_query``: each
+    query needs an inverse of its own.
     """
 
     slot = "anchor"
@@ -130,7 +142,8 @@ class SumAnchor(Anchor, abstract=True):
     def absorb(self, state: State, kernel: Tensor, v: Tensor, log: bool) -> State:
         """Add the keys of one tile, in the state's own buffers; the kernel's is used up.
 
-        With ``log`` the kernel is log K and the running maximum is taken out (online softmax). mass is kept by anchors that normalise.
+        With ``log`` the kernel is log K and the running maximum is taken out (online softmax). mass is kept by anchors
+        that normalise.
         """
         if not log:
             mass = state.mass.add_(kernel.sum(-1, keepdim=True)) if self.normalises else state.mass
@@ -168,9 +181,9 @@ class SumAnchor(Anchor, abstract=True):
 class Row(SumAnchor):
     """W = K / sum over visible keys of K. Signed kernels are refused unless ``allow_signed``.
 
-    Empty rows (and rows whose kernel is zero everywhere) give 0. allow_signed: accept a kernel with negative values. The sum of a row may
-    then come near zero, and its output grow without bound; a sum below zero turns the signs of a row around; one of exactly zero gives 0.
-    Nothing warns where that happens.
+    Empty rows (and rows whose kernel is zero everywhere) give 0. allow_signed: accept a kernel with negative values.
+    The sum of a row may then come near zero, and its output grow without bound; a sum below zero turns the signs of a
+    row around; one of exactly zero gives 0. Nothing warns where that happens.
     """
 
     normalises: ClassVar[bool] = True
@@ -221,9 +234,11 @@ class Row(SumAnchor):
 class TopK(Anchor):
     """W = K / sum over the k largest visible entries of a row, 0 elsewhere: ``Row`` on each query's k nearest keys.
 
-    Keys equal to the k-th largest are all kept, so that no order among them matters. A row that sees k keys or fewer keeps them all and is Row's.
-    Which keys are kept is a constant: gradients flow through their weights alone. k: of any size. search: how path='sparse' looks for them; with
-    none declared nothing approximates them. All other paths meet every key and keep the exact ones.
+    Keys equal to the k-th largest are all kept, so that no order among them matters. A row that sees k keys or fewer
+    keeps them all and is Row's.
+    Which keys are kept is a constant: gradients flow through their weights alone. k: of any size. search: how
+    path='sparse' looks for them; with none declared nothing approximates them. All other paths meet every key and keep
+    the exact ones.
     """
 
     family = "sums"
@@ -244,7 +259,9 @@ class TopK(Anchor):
         return self.k
 
     def least(self, kernel: Tensor) -> Tensor:
-        """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a constant."""
+        """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a
+        constant.
+        """
         keys = kernel.shape[-1]
         if keys == 0:
             return kernel.new_full((*kernel.shape[:-1], 1), float("-inf"))

@@ -4,12 +4,14 @@ With masses mu of queries and nu of keys, each summing to one, a plan is
 
     P_ts = K_ts a_t b_s,   a_t = mu_t e^(f_t),  b_s = nu_s e^(g_s),   W = diag(mu)^-1 P,
 
-the closest to K = e^L in relative entropy under what is asked of its sums m = P 1 and n = P^T 1. Each side has a rule that makes its potential from
-l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t): f = -l fixes the sum at the mass; f = -rho / (1 + rho) l pulls it there with weight
-rho KL(m | mu), where the plan is to be close to mu nu^T K, and f = -rho / (1 + rho) l - log(mu) / (1 + rho) where it is to be close to K; f = clamp(0, log low - l, log high - l) keeps it in a range. The two rules in turn are Sinkhorn's iteration.
+the closest to K = e^L in relative entropy under what is asked of its sums m = P 1 and n = P^T 1. Each side has a rule
+that makes its potential from l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t): f = -l fixes the sum at the mass;
+f = -rho / (1 + rho) l pulls it there with weight rho KL(m | mu), where the plan is to be close to mu nu^T K, and f =
+-rho / (1 + rho) l - log(mu) / (1 + rho) where it is to be close to K; f = clamp(0, log low - l, log high - l) keeps it
+in a range. The two rules in turn are Sinkhorn's iteration.
 
-Only a_t and b_s are kept, and the gradient goes through the fixed point: with lambda = -df/dl a side and r_t = sum_s P_ts dW_ts / mu_t, c_s likewise,
-(alpha, beta) solves
+Only a_t and b_s are kept, and the gradient goes through the fixed point: with lambda = -df/dl a side and r_t = sum_s
+P_ts dW_ts / mu_t, c_s likewise, (alpha, beta) solves
 
     [ m / lambda_1    P         ] [alpha]   [r]
     [ P^T             n / lambda_2 ] [beta ] = [c],          dL_ts = P_ts (dW_ts / mu_t - alpha_t - beta_s).
@@ -29,9 +31,11 @@ from zonal.errors import ConvergenceError, NonFiniteError
 
 ABSENT = -1e30
 """The log mass of a query or key that takes no part: its exponential is zero, and its sums with scores stay finite."""
-# how many steps back are mixed, by how much an error may rise before they are forgotten, and what keeps their weights small, in roundings
+# how many steps back are mixed, by how much an error may rise before they are forgotten, and what keeps their weights
+# small, in roundings
 _PAST, _RISE, _REGULAR = 10, 2.0, 10.0
-# the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something: where no plan exists, potentials
+# the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something:
+# where no plan exists, potentials
 # grow without bound until a step is less than their rounding
 _FAR, _COARSE = 1e4, 1e-2
 
@@ -54,7 +58,9 @@ def weighted(log_mass: Tensor, potential: Tensor) -> Tensor:
 
 
 def slack(mass: Tensor, change: Tensor) -> Tensor:
-    """The part of a head's mass that a change of potentials moves, (B, H); of a far too large one no more than a number."""
+    """The part of a head's mass that a change of potentials moves, (B, H); of a far too large one no more than a
+    number.
+    """
     return (mass * torch.expm1(change.detach().clamp_max(60)).abs()).sum(-1)
 
 
@@ -62,10 +68,11 @@ def slack(mass: Tensor, change: Tensor) -> Tensor:
 class PlanAnchor(Anchor, abstract=True):
     """What all plans have in common.
 
-    tolerance: the iteration stops where one more moves at most this part of a head's mass; for a balanced plan that is sum_s |n_s - nu_s|, which rows
-    that sum to mu leave over. In float32 no less is asked than rounding allows. limit: iterations. on_limit: ``error``, or ``keep`` what there is: rows
-    are right then, keys receive what they receive. gradient: ``implicit`` (through the fixed point), or ``unrolled`` (through all steps; path
-    dense only, a check). learn: a layer makes the masses of queries and keys from its input.
+    tolerance: the iteration stops where one more moves at most this part of a head's mass; for a balanced plan that is
+    sum_s |n_s - nu_s|, which rows that sum to mu leave over. In float32 no less is asked than rounding allows. limit:
+    iterations. on_limit: ``error``, or ``keep`` what there is: rows are right then, keys receive what they receive.
+    gradient: ``implicit`` (through the fixed point), or ``unrolled`` (through all steps; path dense only, a check).
+    learn: a layer makes the masses of queries and keys from its input.
     """
 
     family = "plan"
@@ -107,7 +114,9 @@ class PlanAnchor(Anchor, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.key_step")
 
     def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
-        """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where masses are strong wishes."""
+        """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where
+        masses are strong wishes.
+        """
         raise NotImplementedError(f"{type(self).__name__}.centred")
 
     def weights(self, blocks: Blocks) -> Tensor:
@@ -141,7 +150,10 @@ class PlanAnchor(Anchor, abstract=True):
         return weights
 
     def require_finite(self, masses: Tensor) -> None:
-        """Raise NonFiniteError unless the masses of the plan's rows are numbers. A plan without masses to keep to may overflow."""
+        """Raise NonFiniteError unless the masses of the plan's rows are numbers.
+
+        A plan without masses to keep to may overflow.
+        """
         if not bool(masses.isfinite().all()):
             raise NonFiniteError(
                 f"{type(self).__name__}: the plan holds infinity: its masses are no limit to exp(scores). "
@@ -158,7 +170,9 @@ class PlanAnchor(Anchor, abstract=True):
         theirs: Tensor,
         query: bool,
     ) -> Step:
-        """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs: potentials."""
+        """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs:
+        potentials.
+        """
         near, far = weighted(own, mine), weighted(other, theirs)
         total = sums(near, far) if query else sums(far, near)
         step = rule(torch.where(present(own), total - near, 0), torch.where(present(own), own, 0))
@@ -175,7 +189,8 @@ class PlanAnchor(Anchor, abstract=True):
         Args:
             rows: (log a, log b) -> log m (B, H, T). columns: the same -> log n (B, H, S).
 
-        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError for scores that are no numbers.
+        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError
+        for scores that are no numbers.
         """
         return _iterated(self, marginals, rows, columns)
 
@@ -206,7 +221,8 @@ class PlanAnchor(Anchor, abstract=True):
             )
             if math.isnan(worst) or math.isnan(reach):
                 raise NonFiniteError(
-                    f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias."
+                    f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. "
+                    "Look for them in q, k and key_bias."
                 )
             if reach <= _COARSE and worst <= max(self.tolerance, reach):
                 return Potentials(f, new, iteration, worst)
@@ -214,9 +230,12 @@ class PlanAnchor(Anchor, abstract=True):
         if self.on_limit == "keep":
             return Potentials(f, g, self.limit, worst)
         raise ConvergenceError(
-            f"{type(self).__name__}: no plan within limit={self.limit} iterations; the last one still moved {worst:.3g} of the mass, tolerance={self.tolerance:g} was "
-            "asked for. Where the mask lets keys receive their masses at all: raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
-            "temperature). Where it does not: give other masses (query_mass, key_mass) or use anchor.UnbalancedPlan. on_limit='keep' takes what there is."
+            f"{type(self).__name__}: no plan within limit={self.limit} iterations; "
+            f"the last one still moved {worst:.3g} of the mass, tolerance={self.tolerance:g} was "
+            "asked for. Where the mask lets keys receive their masses at all: "
+            "raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
+            "temperature). Where it does not: give other masses (query_mass, key_mass) or use anchor.UnbalancedPlan. "
+            "on_limit='keep' takes what there is."
         )
 
     def _implicit(
@@ -249,7 +268,8 @@ class PlanAnchor(Anchor, abstract=True):
             half = left[..., None] * plan * right[..., None, :]
             if not bool(half.isfinite().all()):
                 raise NonFiniteError(
-                    f"{type(self).__name__}: the plan holds infinity, so that it has no gradient: its masses are no limit to exp(scores). Make scores smaller, or rho larger."
+                    f"{type(self).__name__}: the plan holds infinity, so that it has no gradient: "
+                    "its masses are no limit to exp(scores). Make scores smaller, or rho larger."
                 )
             system = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device) - half.mT @ half
             # a constant that one side gives and the other takes changes no plan: such directions are left out
@@ -274,8 +294,8 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
 class _Mixing:
     """The next potential of keys from the last few, a head: Anderson's acceleration of the fixed point.
 
-    With r = T(g) - g at each of them, the mean of T(g) under the weights (of sum one) whose mean r is least. Where the error rises the past is forgotten, and
-    a plain step follows, from where the iteration converges by itself.
+    With r = T(g) - g at each of them, the mean of T(g) under the weights (of sum one) whose mean r is least. Where the
+    error rises the past is forgotten, and a plain step follows, from where the iteration converges by itself.
     """
 
     def __init__(self, mass: Tensor) -> None:
@@ -311,7 +331,8 @@ class _Mixing:
 class Plan(PlanAnchor):
     """The balanced plan: queries give mu, keys receive nu exactly. min KL(P | K) subject to P 1 = mu, P^T 1 = nu.
 
-    With equal masses rows of W sum to one and its columns to T / S. Bidirectional only. Source: Geometric Attention, definition 2.18.
+    With equal masses rows of W sum to one and its columns to T / S. Bidirectional only. Source: Geometric Attention,
+    definition 2.18.
     """
 
     normalises: ClassVar[bool] = True
@@ -353,12 +374,14 @@ class Plan(PlanAnchor):
 
 @dataclass(frozen=True)
 class UnbalancedPlan(PlanAnchor):
-    """Masses as a wish: min KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m + mu.
+    """Masses as a wish: min KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m +
+    mu.
 
-    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention, with log nu added to its scores where R has the
-    masses. A query that finds little gives little: rows of W sum to m / mu.
-    reference: R. "masses": mu nu^T K, so that a plan of as many tokens again has the same mass; "kernel": K, the paper's, whose mass depends on how
-    many tokens there are. For a side that is met exactly they are the same. ``probe.EntropicPlan`` has the same two.
+    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention, with log nu added to
+    its scores where R has the masses. A query that finds little gives little: rows of W sum to m / mu.
+    reference: R. "masses": mu nu^T K, so that a plan of as many tokens again has the same mass; "kernel": K, the
+    paper's, whose mass depends on how many tokens there are. For a side that is met exactly they are the same.
+    ``probe.EntropicPlan`` has the same two.
     Source: Geometric Attention, definition 2.19.
     """
 
@@ -376,7 +399,8 @@ class UnbalancedPlan(PlanAnchor):
         )
         require(
             isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
-            f"UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received {self.rho!r}.",
+            "UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received "
+            f"{self.rho!r}.",
         )
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:
@@ -431,9 +455,11 @@ class UnbalancedPlan(PlanAnchor):
 
 @dataclass(frozen=True)
 class BoundedPlan(PlanAnchor):
-    """Softmax attention in which no key receives less than low nu_s or more than high nu_s: the closest to it in relative entropy, weighed by mu.
+    """Softmax attention in which no key receives less than low nu_s or more than high nu_s: the closest to it in
+    relative entropy, weighed by mu.
 
-    low <= 1 <= high. Rows sum to one. low = 0, high = c is a capacity of c times its share for every key; keys inside the range are left alone.
+    low <= 1 <= high. Rows sum to one. low = 0, high = c is a capacity of c times its share for every key; keys inside
+    the range are left alone.
     """
 
     normalises: ClassVar[bool] = True
@@ -444,7 +470,8 @@ class BoundedPlan(PlanAnchor):
     def check_rules(self) -> None:
         require(
             0 <= self.low <= 1 <= self.high,
-            f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.",
+            f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, "
+            f"high={self.high}.",
         )
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:

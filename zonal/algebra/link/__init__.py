@@ -1,4 +1,7 @@
-"""Links: how a score becomes evidence, K = l(S). One module a link: value, formula, coefficients of powers, definiteness."""
+"""Links: how a score becomes evidence, K = l(S).
+
+One module a link: value, formula, coefficients of powers, definiteness.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,9 @@
 """What every link has in common.
 
-A link is evaluated on tiles. ``value(x, c)`` and ``derivative(x, c)`` are elementwise in x and take the link's coefficients
-c, a tensor (n, H, 1, 1) made once per call from what is learned. A polynomial link gives its ``degree`` and its coefficients
-of powers of x (``monomials``); exact features, the chunked path and memories of constant size follow from these.
+A link is evaluated on tiles. ``value(x, c)`` and ``derivative(x, c)`` are elementwise in x and take the link's
+coefficients c, a tensor (n, H, 1, 1) made once per call from what is learned. A polynomial link gives its ``degree``
+and its coefficients of powers of x (``monomials``); exact features, the chunked path and memories of constant size
+follow from these.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Link(Declaration, abstract=True):
         return self
 
     def spread(self, heads: int) -> "Link":
-        """The link with what it declares a head for so many heads, where these are not a multiple of what is declared."""
+        """This link, with its values per head spread over ``heads`` heads where the numbers do not divide."""
         return self
 
     @property
@@ -70,7 +71,8 @@ class Link(Declaration, abstract=True):
         return None
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
-        """Why l(x) may have negative eigenvalues where x are the inner products of keys, for people, or None when it cannot.
+        """Why l(x) may have negative eigenvalues where x are the inner products of keys, for people, or None when it
+        cannot.
 
         unit: keys have length one. dim: numbers of a key, None = not known yet.
         """
@@ -97,7 +99,7 @@ class Link(Declaration, abstract=True):
         return _gradient(self.value, x, c, torch.ones_like(x))[0]
 
     def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
-        """The gradient of sum(grad * value(x, c)) with respect to c, in float64; by autograd where a link writes none."""
+        """The gradient of sum(grad * value(x, c)) with respect to c, in float64. The default uses autograd."""
         if not c.numel():
             return torch.zeros(0, 1, 1, 1, dtype=torch.float64, device=x.device)
         return _gradient(self.value, x, c, grad)[1].double()

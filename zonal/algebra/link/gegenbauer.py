@@ -32,12 +32,15 @@ _FORMULA = Formula(
 class Gegenbauer(Link):
     """Phi_n(x) = sum_{k=0}^{ceil n} w_k clamp(n - k + 1, 0, 1) R_k(x), R_k = C_k^lam(x) / C_k^lam(1), lam = (q - 1)/2.
 
-    degrees: n of each head, in turn where heads are a multiple of them, else evenly spread with the last one kept (``spread``); fractional
-    allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials); "head" = that of the sphere on which unit vectors of a head lie, D - 1.
-    init: ``ones`` (the paper; not localised), w_k = u_k with u_k = 1 at the start, or ``reproducing`` (the kernel of the theory), w_k = N_k u_k
-    with u_k = h(k/n), N_k the number of harmonics of degree k. u is what is learned: N_k reaches 1e7, and a step of w would be nothing to it.
-    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is positive definite on S^q: what
-    anchors that solve ask for. Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
+    degrees: n of each head, in turn where heads are a multiple of them, else evenly spread with the last one kept
+    (``spread``); fractional allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials); "head" = that of the
+    sphere on which unit vectors of a head lie, D - 1.
+    init: ``ones`` (the paper; not localised), w_k = u_k with u_k = 1 at the start, or ``reproducing`` (the kernel of
+    the theory), w_k = N_k u_k with u_k = h(k/n), N_k the number of harmonics of degree k. u is what is learned: N_k
+    reaches 1e7, and a step of w would be nothing to it.
+    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is
+    positive definite on S^q: what anchors that solve ask for. Signed: it has negative values in general, so the row
+    anchor refuses it. Source: SKO, eqs. 3-5.
     """
 
     domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
@@ -57,7 +60,8 @@ class Gegenbauer(Link):
         )
         require(
             good,
-            f"Gegenbauer: degrees must be a tuple of one or more numbers from 0 to {_LARGEST}, such as (3.0,), received {self.degrees!r}.",
+            f"Gegenbauer: degrees must be a tuple of one or more numbers from 0 to {_LARGEST}, such as (3.0,), "
+            f"received {self.degrees!r}.",
         )
         object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
         if self.manifold_dim != "head":
@@ -68,7 +72,8 @@ class Gegenbauer(Link):
             )
             require(
                 whole,
-                f"Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received {self.manifold_dim!r}.",
+                "Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received "
+                f"{self.manifold_dim!r}.",
             )
         require(
             self.init in ("ones", "reproducing"),
@@ -79,7 +84,8 @@ class Gegenbauer(Link):
     def _q(self) -> int:
         if self.manifold_dim == "head":
             raise ArgumentError(
-                "Gegenbauer: manifold_dim='head' is known with the size of a head only. Use operator.for_heads(heads, dim=...), or write a number."
+                "Gegenbauer: manifold_dim='head' is known with the size of a head only. "
+                "Use operator.for_heads(heads, dim=...), or write a number."
             )
         return self.manifold_dim
 
@@ -98,7 +104,7 @@ class Gegenbauer(Link):
 
     @property
     def clenshaw(self) -> bool:
-        """Whether monomials would lose too many digits in float32, so that the three-term recurrence is used instead."""
+        """Whether monomials lose too many digits in float32. The three-term recurrence is then used instead."""
         return self.degree >= 16 and self._q <= 8
 
     @property
@@ -118,7 +124,8 @@ class Gegenbauer(Link):
             return "link Gegenbauer is positive definite on unit vectors; use score.Cosine()"
         if self.learn_weights and not self.nonnegative:
             return (
-                "link Gegenbauer may learn weights of any sign, and a negative weight w_k makes its harmonics negative; "
+                "link Gegenbauer may learn weights of any sign, and a negative weight w_k makes its harmonics "
+                "negative; "
                 "use Gegenbauer(nonnegative=True)"
             )
         if dim is not None and self.manifold_dim != "head" and dim > self.manifold_dim + 1:
@@ -198,7 +205,8 @@ class Gegenbauer(Link):
         signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
         definite = Derived(
             "definite kernel",
-            f"hence K among keys of at most {most} numbers is positive definite, although single entries may be negative",
+            f"hence K among keys of at most {most} numbers is positive definite, although single entries may be "
+            "negative",
         )
         what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
         degrees = ", ".join(f"{n:g}" for n in self.degrees) + (" (by head, in turn)" if len(self.degrees) > 1 else "")

@@ -12,9 +12,11 @@ from zonal.algebra.score import Params
 
 @dataclass(frozen=True)
 class Oscillatory(Link):
-    """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0), as ``NegativeDistance`` scores have it: evidence that swings and fades.
+    """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0), as ``NegativeDistance`` scores have it:
+    evidence that swings and fades.
 
-    amplitudes a of any sign, decays b > 0, frequencies w; learned, one set a head. l lies between e^-A and e^A, A the sum of |a|.
+    amplitudes a of any sign, decays b > 0, frequencies w; learned, one set a head. l lies between e^-A and e^A, A the
+    sum of |a|.
     """
 
     amplitudes: tuple[float, ...] = (1.0,)
@@ -28,7 +30,8 @@ class Oscillatory(Link):
         same = 0 < len(self.amplitudes) == len(self.decays) == len(self.frequencies)
         require(
             same and all(v > 0 for v in self.decays),
-            f"Oscillatory: as many amplitudes, decays > 0 and frequencies are required, received {self.amplitudes}, {self.decays}, {self.frequencies}.",
+            f"Oscillatory: as many amplitudes, decays > 0 and frequencies are required, received {self.amplitudes}, "
+            f"{self.decays}, {self.frequencies}.",
         )
 
     @property

@@ -1,4 +1,6 @@
-"""Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for tiles."""
+"""Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for
+tiles.
+"""
 
 from zonal.algebra.metric.base import DotReduction, Metric
 from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball

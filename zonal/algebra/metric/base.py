@@ -23,8 +23,9 @@ class DotReduction(NamedTuple):
 class Metric(Declaration, abstract=True):
     """d(a, b) >= 0 on points of the last axis.
 
-    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot product says so with ``dot_reduction`` and
-    ``reduced``, and runs in the tile kernels where the distance kernel does not. One that is neither runs in torch's tiles.
+    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot
+    product says so with ``dot_reduction`` and ``reduced``, and runs in the tile kernels where the distance kernel does
+    not. One that is neither runs in torch's tiles.
     """
 
     slot = "metric"
@@ -50,12 +51,18 @@ class Metric(Declaration, abstract=True):
         return 1.0
 
     def sized(self, dim: int, heads: int) -> "Metric":
-        """The metric for points of ``dim`` numbers and so many key heads, where it had been left open. Raises as ``check``."""
+        """The metric for points of ``dim`` numbers and so many key heads, where it had been left open.
+
+        Raises as ``check``.
+        """
         self.check(dim)
         return self
 
     def started(self, seed: int) -> dict[str, Tensor]:
-        """What a layer that has sized the metric starts with in place of ``initial()``, by name. seed: of what is drawn at random."""
+        """What a layer that has sized the metric starts with in place of ``initial()``, by name.
+
+        seed: of what is drawn at random.
+        """
         return {}
 
     def passes(self, dim: int) -> int:
@@ -91,11 +98,15 @@ class Metric(Declaration, abstract=True):
         return {}
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:
-        """The distances whose sum it is, each times its weight (``weighed``), on points of ``dim`` numbers; None where it is no such sum."""
+        """The distances whose sum it is, each times its weight (``weighed``), on points of ``dim`` numbers; None where
+        it is no such sum.
+        """
         return None
 
     def weighed(self, q: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What ``parted`` makes of ``query``, without joining both first; axes of weights that are all alike have length 1."""
+        """What ``parted`` makes of ``query``, without joining both first; axes of weights that are all alike have
+        length 1.
+        """
         return self.parted(self.query(q, params), self.width(q.shape[-1]))
 
     def parted(self, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:

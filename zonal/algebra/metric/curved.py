@@ -1,4 +1,7 @@
-"""The metrics of constant curvature, +1 and -1. Products of directions are summed in float64: distances of near points are differences of them."""
+"""The metrics of constant curvature, +1 and -1.
+
+Products of directions are summed in float64: distances of near points are differences of them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +19,19 @@ from zonal.formula import Term
 RADIUS = 40.0
 # a direction is smooth at the origin: x / sqrt(|x|^2 + _ORIGIN^2)
 _ORIGIN = 1e-6
-# squared differences of directions below it are taken from the differences themselves: what is left of a product has too few digits
+# squared differences of directions below it are taken from the differences themselves: what is left of a product has
+# too few digits
 _NEAR = 1e-6
 
 
 @dataclass(frozen=True)
 class Sphere(Metric):
-    """d(a, b) = 2 atan2(sqrt(|u - v|^2 + eps^2), sqrt(|u + v|^2 + eps^2)) - 2 atan(eps / sqrt(4 + eps^2)), u = a/|a|, v = b/|b|.
+    """d(a, b) = 2 atan2(sqrt(|u - v|^2 + eps^2), sqrt(|u + v|^2 + eps^2)) - 2 atan(eps / sqrt(4 + eps^2)), u = a/|a|, v
+    = b/|b|.
 
-    The angle, but for an eps that keeps the gradient finite where points coincide or are opposite (the gradient of acos is infinite there, and
-    acos is 0 below 1e-4 in float32). Zero at coincident points. A zero vector is at a right angle to everything and gets no gradient.
+    The angle, but for an eps that keeps the gradient finite where points coincide or are opposite (the gradient of acos
+    is infinite there, and acos is 0 below 1e-4 in float32). Zero at coincident points. A zero vector is at a right
+    angle to everything and gets no gradient.
     """
 
     negative_type: ClassVar[bool] = True
@@ -36,7 +42,8 @@ class Sphere(Metric):
     def __post_init__(self) -> None:
         require(
             self.eps > 0,
-            f"Sphere: eps must be > 0 (it keeps the gradient finite at coincident and opposite points), received {self.eps}.",
+            "Sphere: eps must be > 0 (it keeps the gradient finite at coincident and opposite points), received "
+            f"{self.eps}.",
         )
 
     @property
@@ -98,7 +105,7 @@ def _gaps(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _gaps_vjp(u: Tensor, v: Tensor, gap: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of sum(grad * _gaps(u, v)): where vectors are near, from their difference, for grad may be huge there."""
+    """Gradients of sum(grad * _gaps(u, v)). Near vectors use their difference, because grad may be huge there."""
     place = _near(gap)
     near = 2 * grad[place]
     grad = grad.index_put(place, torch.zeros_like(near))
@@ -117,12 +124,14 @@ class Hyperbolic(Metric):
 
     delta = sinh^2((a - b)/2) + sinh(a) sinh(b) |a^ - b^|^2 / 4,   d = 2 asinh(sqrt(delta + eps^2/4)) - 2 asinh(eps/2)
 
-    for radii a, b and directions a^, b^. All of R^p is the space: there is no ball to leave (``from_ball`` reads points of Poincaré's).
-    eps: keeps the gradient finite and zero at coincident points. scale: None = p^-1/2, which puts points of unit variance at radius about 1.
-    A radius beyond 40 counts as 40, and gets no gradient outwards: further out sinh(a) sinh(b) leaves float32.
+    for radii a, b and directions a^, b^. All of R^p is the space: there is no ball to leave (``from_ball`` reads points
+    of Poincaré's).
+    eps: keeps the gradient finite and zero at coincident points. scale: None = p^-1/2, which puts points of unit
+    variance at radius about 1. A radius beyond 40 counts as 40, and gets no gradient outwards: further out sinh(a)
+    sinh(b) leaves float32.
 
-    Between directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b) then magnifies: it is taken from
-    differences there, here and in the distance kernel. Not with torch.func.vmap.
+    Between directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b)
+    then magnifies: it is taken from differences there, here and in the distance kernel. Not with torch.func.vmap.
     """
 
     negative_type: ClassVar[bool] = True
@@ -180,20 +189,22 @@ class Hyperbolic(Metric):
 
 
 def from_ball(x: Tensor) -> Tensor:
-    """Points of Poincaré's ball (…, p), |x| < 1, as points that ``Hyperbolic()`` takes: the same direction, at radius 2 artanh |x|.
+    """Points of Poincaré's ball (…, p), |x| < 1, as points that ``Hyperbolic()`` takes: the same direction, at radius 2
+    artanh |x|.
 
     Raises: ArgumentError for a point on the rim of the ball, outside it, or not finite.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if not bool((norm < 1).all()):
         raise ArgumentError(
-            f"metric.from_ball: points inside the unit ball are required, |x| < 1, received |x| up to {norm.max().item():g}."
+            "metric.from_ball: points inside the unit ball are required, |x| < 1, received |x| up to "
+            f"{norm.max().item():g}."
         )
     return unit(x)[0] * (2 * norm.atanh())
 
 
 def to_ball(x: Tensor) -> Tensor:
-    """Points that ``Hyperbolic()`` takes as points of Poincaré's ball: the same direction, at |x| = tanh(radius / 2)."""
+    """Points for ``Hyperbolic()`` as points of Poincaré's ball: the same direction, |x| = tanh(radius / 2)."""
     radius = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return unit(x)[0] * (radius / 2).tanh()
 

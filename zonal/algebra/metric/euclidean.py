@@ -34,7 +34,9 @@ def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squares(q: Tensor, k: Tensor) -> Tensor:
-    """|q_t - k_s|^2 (..., T, S) in float64, below zero by rounding only: in float32 near points would lose all their digits."""
+    """|q_t - k_s|^2 (..., T, S) in float64, below zero by rounding only: in float32 near points would lose all their
+    digits.
+    """
     q, k = _centred(q.double(), k.double())
     return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
 
@@ -59,9 +61,9 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernels sum |a - b|^2 of near points from
-    differences, torch's tiles in float64. Under torch.func it comes from a product in float32: distances below 3e-4 of the points' spread are its
-    rounding there.
+    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernels
+    sum |a - b|^2 of near points from differences, torch's tiles in float64. Under torch.func it comes from a product in
+    float32: distances below 3e-4 of the points' spread are its rounding there.
     """
 
     negative_type: ClassVar[bool] = True
@@ -97,7 +99,7 @@ class Euclidean(Metric):
 
 @dataclass(frozen=True)
 class SquaredEuclidean(Metric):
-    """d(a, b) = |a - b|^2: with the link exp a Gaussian kernel. No metric in the strict sense (no triangle inequality)."""
+    """d(a, b) = |a - b|^2, a Gaussian kernel with the link exp. The triangle inequality does not hold."""
 
     negative_type: ClassVar[bool] = True
 
@@ -124,9 +126,11 @@ class SquaredEuclidean(Metric):
 
 @dataclass(frozen=True)
 class HilbertSchmidt(Metric):
-    """d(A, B) = |A - B|, the root of the sum of squared entries, smooth as ``Euclidean``: points are m x m matrices row by row, D = m^2.
+    """d(A, B) = |A - B|, the root of the sum of squared entries, smooth as ``Euclidean``: points are m x m matrices row
+    by row, D = m^2.
 
-    Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no square matrices.
+    Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no
+    square matrices.
     """
 
     negative_type: ClassVar[bool] = True
@@ -137,7 +141,8 @@ class HilbertSchmidt(Metric):
     def __post_init__(self) -> None:
         require(
             self.eps > 0,
-            f"HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+            "HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received "
+            f"{self.eps}.",
         )
 
     def check(self, dim: int) -> None:

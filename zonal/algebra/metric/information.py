@@ -13,7 +13,9 @@ from zonal.algebra.metric.curved import Sphere
 
 @dataclass(frozen=True)
 class FisherRao(Metric):
-    """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b); smooth as ``Sphere``, at most pi."""
+    """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b); smooth as
+    ``Sphere``, at most pi.
+    """
 
     negative_type: ClassVar[bool] = True
 
@@ -48,8 +50,8 @@ def _root_vjp(root: Tensor, grad: Tensor) -> Tensor:
 class LeCam(Metric):
     """d(a, b) = sqrt(sum_i (p_i - r_i)^2 / (p_i + r_i) + eps^2) - eps, p = softmax(a), r = softmax(b); at most sqrt(2).
 
-    Paper 004 calls it Fisher's information distance, which is up to 2.2 times as long (``FisherRao``). A pair costs five operations a number:
-    it is no dot product.
+    Paper 004 calls it Fisher's information distance, which is up to 2.2 times as long (``FisherRao``). A pair costs
+    five operations a number: it is no dot product.
     """
 
     eps: float = 1e-4
@@ -92,11 +94,13 @@ def _softmax_vjp(p: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fidelity(Metric):
-    """d(a, b) = -log((F + eps) / (1 + eps)) with the fidelity F = (tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 of density matrices rho = A A^T / tr, sigma = B B^T / tr.
+    """d(a, b) = -log((F + eps) / (1 + eps)) with the fidelity F = (tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 of density
+    matrices rho = A A^T / tr, sigma = B B^T / tr.
 
-    Points hold A (m x rank) row by row, D = m rank. F is the squared sum of singular values of A^T B, over both traces; each singular value is
-    sqrt(lambda + eps^2) - eps of an eigenvalue of A^T B B^T A. No metric in the strict sense: exp(-d) is F. A zero vector has F = 0 with all.
-    A pair takes eigenvalues of a matrix of size ``rank`` (torch's, slow): for short sequences.
+    Points hold A (m x rank) row by row, D = m rank. F is the squared sum of singular values of A^T B, over both traces;
+    each singular value is sqrt(lambda + eps^2) - eps of an eigenvalue of A^T B B^T A. No metric in the strict sense:
+    exp(-d) is F. A zero vector has F = 0 with all. A pair takes eigenvalues of a matrix of size ``rank`` (torch's,
+    slow): for short sequences.
 
     Raises: ArgumentError for points that are no such matrices.
     """

@@ -11,26 +11,31 @@ from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.metric.base import Metric
 from zonal.algebra.metric.euclidean import squares, squares_vjp
 
-# slopes nearer than this: a quotient of differences has fewer digits there than the trapezium with its correction, which is off by their fourth power
+# slopes nearer than this: a quotient of differences has fewer digits there than the trapezium with its correction,
+# which is off by their fourth power
 _NEAR = 1e-2
 
 
 @dataclass(frozen=True)
 class Riemannian(Metric):
-    """d(a, b) = sqrt(E(a, b) + eps^2) - eps, with E the energy of the straight way from a to b under the metric tensor g = L L^T + floor I:
+    """d(a, b) = sqrt(E(a, b) + eps^2) - eps, with E the energy of the straight way from a to b under the metric tensor
+    g = L L^T + floor I:
 
-    E = int_0^1 D^T g(a + s D) D ds,   D = b - a,   L(x) = [u_1 sqrt(sigma(z_1(x))) … u_n sqrt(sigma(z_n(x)))],   z_j(x) = w_j . x + c_j
-      = floor |D|^2 + sum_j (u_j . D)^2 (softplus(z_j(b)) - softplus(z_j(a))) / (z_j(b) - z_j(a))
+    E = int_0^1 D^T g(a + s D) D ds,   D = b - a,   L(x) = [u_1 sqrt(sigma(z_1(x))) … u_n sqrt(sigma(z_n(x)))],   z_j(x)
+      = w_j . x + c_j = floor |D|^2 + sum_j (u_j . D)^2 (softplus(z_j(b)) - softplus(z_j(a))) / (z_j(b) - z_j(a))
 
-    with units w_j, c_j, u_j learned a key head. The integral is exact: no steps are taken. Where w = 0 it is Mahalanobis' distance for the
-    constant g; everywhere sqrt(floor) |D| <= d, but for eps. The energy of the straight way bounds the square of the geodesic distance from
-    above; d is symmetric and 0 at coincident points alone, and promises no triangle inequality.
+    with units w_j, c_j, u_j learned a key head. The integral is exact: no steps are taken. Where w = 0 it is
+    Mahalanobis' distance for the constant g; everywhere sqrt(floor) |D| <= d, but for eps. The energy of the straight
+    way bounds the square of the geodesic distance from above; d is symmetric and 0 at coincident points alone, and
+    promises no triangle inequality.
 
-    units: n. floor: > 0, what keeps g positive definite. eps: keeps the gradient finite and zero at coincident points. size: D, which a layer
-    fills in with ``heads``; without it units stay as ``seed`` draws them. seed: of the units; None = each
-    layer draws its own as it draws its weights, and without a layer it is 0. A pair costs a dozen operations a unit, in float64: for short sequences.
+    units: n. floor: > 0, what keeps g positive definite. eps: keeps the gradient finite and zero at coincident points.
+    size: D, which a layer fills in with ``heads``; without it units stay as ``seed`` draws them. seed: of the units;
+    None = each layer draws its own as it draws its weights, and without a layer it is 0. A pair costs a dozen
+    operations a unit, in float64: for short sequences.
 
-    ``pair`` takes points as ``query`` and ``key`` prepare them, (x, z(x), u . x). Raises: ArgumentError for numbers out of range, or points of another size.
+    ``pair`` takes points as ``query`` and ``key`` prepare them, (x, z(x), u . x). Raises: ArgumentError for numbers out
+    of range, or points of another size.
     """
 
     kv_rows: ClassVar[tuple[str, ...]] = ("unit", "direction")
@@ -78,7 +83,9 @@ class Riemannian(Metric):
         return {} if self.size is None or self.seed is not None else self._start(self.size, seed)
 
     def _start(self, dim: int, seed: int | None) -> dict[str, Tensor]:
-        """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the mean for points from N(0, 1)."""
+        """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the
+        mean for points from N(0, 1).
+        """
         generator = torch.Generator().manual_seed(seed or 0)
         unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator, dtype=torch.float32).unbind(
             0
@@ -159,7 +166,9 @@ class _Points(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """One unit on the ways from all a to all b: how far z goes, sigmoid and its slope at either end, where z hardly moves, and z's way without a zero."""
+    """One unit on the ways from all a to all b: how far z goes, sigmoid and its slope at either end, where z hardly
+    moves, and z's way without a zero.
+    """
 
     gap: Tensor
     one: Tensor

@@ -25,7 +25,9 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
 
 
 def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
-    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for a vector of zeros, and so is its gradient."""
+    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for
+    a vector of zeros, and so is its gradient.
+    """
     if x.shape[-1] == 0:  # which has no largest number
         return x
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
@@ -34,7 +36,10 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
 
 
 class Fused(NamedTuple):
-    """A bilinear score as the tile kernels take it: scale_h f(q) . f(k), f the identity or x / max(|x|, eps). scale (H,) or a number."""
+    """A bilinear score as the tile kernels take it: scale_h f(q) . f(k), f the identity or x / max(|x|, eps).
+
+    scale (H,) or a number.
+    """
 
     normalise: bool
     eps: float
@@ -42,7 +47,9 @@ class Fused(NamedTuple):
 
 
 class Clipped(NamedTuple):
-    """A dot product of raw vectors but for the length of keys: scale (f q) . z, with z = f k shortened to the length ``limit`` (None: as it is).
+    """A dot product of raw vectors but for the length of keys: scale (f q) .
+
+    z, with z = f k shortened to the length ``limit`` (None: as it is).
 
     factor: f (Hkv,), None = 1.
     """
@@ -56,7 +63,8 @@ def low_rank(meet: str) -> Move:
     """The move of scores that are dot products of prepared vectors. meet: through what queries and keys do."""
     dot = Derived(
         "low rank",
-        "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and Young)",
+        "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and "
+        "Young)",
     )
     return Move("approximation", "score", "low rank", f"queries and keys meet only through {meet}", (dot,))
 
@@ -79,7 +87,7 @@ class Score(Declaration, abstract=True):
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether a prepared key is the key as it came: it then loses nothing when it is kept in the type it came in."""
+        """Whether a prepared key equals the given key, so that a memory can keep it in the given type."""
         return False
 
     @property
@@ -96,21 +104,29 @@ class Score(Declaration, abstract=True):
         """Raise ArgumentError when values of ``dim`` numbers cannot be carried."""
 
     def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
-        """Values v (B, H, T, P) where all tokens' can be summed, by keys x (B, H, T, D) as they came; ``back``: sums where the queries x have theirs."""
+        """Values v (B, H, T, P) where all tokens' can be summed, by keys x (B, H, T, D) as they came; ``back``: sums
+        where the queries x have theirs.
+        """
         raise NotImplementedError(f"{type(self).__name__}.carried")
 
     @property
     def deaths(self) -> int:
-        """How many numbers a layer puts behind each query and key: the deaths in the cloud of the token and so many earlier neighbours."""
+        """How many numbers a layer puts behind each query and key: the deaths in the cloud of the token and so many
+        earlier neighbours.
+        """
         return 0
 
     @property
     def plain(self) -> bool:
-        """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are made of."""
+        """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are
+        made of.
+        """
         return False
 
     def indefinite_reason(self) -> str | None:
-        """Why scores among keys may not be inner products, or minus distances of negative type, for people; None when they are."""
+        """Why scores among keys may not be inner products, or minus distances of negative type, for people; None when
+        they are.
+        """
         return None if self.bilinear else f"score {type(self).__name__} among keys need not be symmetric"
 
     def width(self, dim: int) -> int:
@@ -133,7 +149,9 @@ class Score(Declaration, abstract=True):
         return {}
 
     def chosen(self, k: Tensor) -> dict[str, Tensor]:
-        """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take nothing."""
+        """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take
+        nothing.
+        """
         return {}
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
@@ -143,26 +161,36 @@ class Score(Declaration, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.prepare_key")
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
-        """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared first."""
+        """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared
+        first.
+        """
         return None
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
-        """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then prepared first."""
+        """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then
+        prepared first.
+        """
         return None
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:
-        """The distances whose sum it is, each times its weight, on prepared keys of ``dim`` numbers, for the distance kernel; None: it is no such sum."""
+        """The distances whose sum it is, each times its weight, on prepared keys of ``dim`` numbers, for the distance
+        kernel; None: it is no such sum.
+        """
         return None
 
     def weighed(
         self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool
     ) -> tuple[Tensor, Tensor]:
-        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared; an axis along which weights are alike has length 1."""
+        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared; an axis
+        along which weights are alike has length 1.
+        """
         raise NotImplementedError(f"{type(self).__name__}.weighed")
 
     @property
     def dot_reduction(self) -> DotReduction | None:
-        """How a score that is not ``bilinear`` follows from the dot product of ``reduced`` vectors, for the kernels; None: torch runs it."""
+        """How a score that is not ``bilinear`` follows from the dot product of ``reduced`` vectors, for the kernels;
+        None: torch runs it.
+        """
         return None
 
     def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +216,8 @@ class Score(Declaration, abstract=True):
 
 _MAPS = ("none", "elu1", "relu", "silu")
 _HEADROOM = 5.0
-"""A layer shortens only keys that are this many times longer than ``key_limit``, the length that its keys start with."""
+"""A layer shortens only keys that are this many times longer than ``key_limit``, the length that its keys start with.
+"""
 
 
 @dataclass(frozen=True)
@@ -197,9 +226,9 @@ class Dot(Score):
 
     map: ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` or ``silu``, applied to both sides.
     key_limit: keys longer than this are shortened to it (needed for a ridge whose size means something).
-    factor: the start of what queries and keys are multiplied by before keys are shortened, learned per key head. None = nothing in a call; a layer
-    with a key_limit makes its own, with which its keys start at that length, and takes five times as much for its limit: they can then become
-    longer or shorter by learning.
+    factor: the start of what queries and keys are multiplied by before keys are shortened, learned per key head. None =
+    nothing in a call; a layer with a key_limit makes its own, with which its keys start at that length, and takes five
+    times as much for its limit: they can then become longer or shorter by learning.
     """
 
     bilinear: ClassVar[bool] = True
@@ -361,9 +390,11 @@ class Cosine(Score):
 class NegativeDistance(Score):
     """S_ts = -d(q_t, k_s) / temperature [+ dot q_t . k_s] for a metric d, which may learn.
 
-    dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior exp(dot |k|^2 / 2) and a
-    constant a row, and runs as what it is. shared_witness: a layer makes queries with the keys' map (a call takes q and k as they come).
-    neighbours: a layer puts so many deaths behind queries and keys (``nn.deaths``), for a metric that ends in ``Topological``; a call takes them given.
+    dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior
+    exp(dot |k|^2 / 2) and a constant a row, and runs as what it is. shared_witness: a layer makes queries with the
+    keys' map (a call takes q and k as they come).
+    neighbours: a layer puts so many deaths behind queries and keys (``nn.deaths``), for a metric that ends in
+    ``Topological``; a call takes them given.
     """
 
     kv_rows: ClassVar[tuple[str, ...]] = Riemannian.kv_rows
@@ -429,7 +460,8 @@ class NegativeDistance(Score):
     def _unscaled(scale: float | None) -> None:
         require(
             scale is None,
-            f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).",
+            f"attention: scale has no meaning for a distance score (received {scale}); "
+            "set NegativeDistance(temperature=...).",
         )
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:

@@ -25,21 +25,24 @@ def _orthogonal(seed: int | None, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OperatorPath(Score):
-    """S_ts = -|A_t - B_s|^2 / temperature for m x m matrices A, B, in the Hilbert-Schmidt norm; or, along learned relations R_1 … R_n
-    (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
+    """S_ts = -|A_t - B_s|^2 / temperature for m x m matrices A, B, in the Hilbert-Schmidt norm; or, along learned
+    relations R_1 … R_n (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
 
-    With the link exp and rows of sum one both are softmax attention. The distance is 2 <A, B> less |B|^2, which is a key bias, less
-    |A|^2, which is the same for all keys. The path is <q', k> for q' = A R_1 … R_n, a linear map of the query, which a layer's
-    projection can hold.
+    With the link exp and rows of sum one both are softmax attention. The distance is 2 <A, B> less |B|^2, which is a
+    key bias, less |A|^2, which is the same for all keys. The path is <q', k> for q' = A R_1 … R_n, a linear map of the
+    query, which a layer's projection can hold.
 
     With ``choices`` c each query chooses its path, S_ts = <A_t R_1(A_t) … R_n(A_t), B_s> / (m temperature), where
-    R_i(A) = p_i0 I + sum_j p_ij R_j and p_i = softmax_j <G_ij, A>. The c relations R_j are the same at every step, and I lets a path be shorter
-    than n. No linear map of the query does this. All forms run as dot products of prepared vectors.
+    R_i(A) = p_i0 I + sum_j p_ij R_j and p_i = softmax_j <G_ij, A>. The c relations R_j are the same at every step, and
+    I lets a path be shorter than n. No linear map of the query does this. All forms run as dot products of prepared
+    vectors.
 
-    A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m + 1), for A = U diag(s) V^T.
-    size: m, None = what D says. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m for the
-    distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: how many key heads have relations R and gates G of
-    their own; seed: of their start (``Features``). shared_witness: a layer makes queries with the keys' map.
+    A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m
+    + 1), for A = U diag(s) V^T.
+    size: m, None = what D says. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m
+    for the distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: how many key heads have
+    relations R and gates G of their own; seed: of their start (``Features``). shared_witness: a layer makes queries
+    with the keys' map.
 
     Raises: ArgumentError for vectors whose numbers make no such matrix.
     """
@@ -67,7 +70,8 @@ class OperatorPath(Score):
         steps = self.choices is None or self.relations > 0
         require(
             steps,
-            f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received relations={self.relations}.",
+            f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received "
+            f"relations={self.relations}.",
         )
         require(
             self.temperature is None or self.temperature > 0,
@@ -90,7 +94,8 @@ class OperatorPath(Score):
         asked = "" if self.size is None else f" with m = {self.size}"
         require(
             whole and self.size in (None, size),
-            f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. In a layer, set qk_dim.",
+            f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. "
+            "In a layer, set qk_dim.",
         )
         return size
 
@@ -108,7 +113,9 @@ class OperatorPath(Score):
         return self._start(self.size, seed) if self.relations and self.size is not None and self.seed is None else {}
 
     def _start(self, size: int, seed: int | None) -> Params:
-        """Relations (heads, n or c, m, m), and gates (heads, n, c + 1, m, m) whose logits have a spread of 1 for queries from N(0, 1)."""
+        """Relations (heads, n or c, m, m), and gates (heads, n, c + 1, m, m) whose logits have a spread of 1 for
+        queries from N(0, 1).
+        """
         relation = _orthogonal(seed, self.heads, self.choices or self.relations, size)
         if self.choices is None:
             return {"relation": relation}
@@ -170,7 +177,8 @@ class OperatorPath(Score):
     def moves(self) -> tuple[Move, ...]:
         if self.choices is not None:
             text = (
-                f"evidence is the trace of a path between two operators, at each of whose {self.relations} steps the query weighs "
+                f"evidence is the trace of a path between two operators, at each of whose {self.relations} steps the "
+                "query weighs "
                 f"{self.choices} learned relations and none"
             )
             return (Move("restriction", "score", "chosen path", text), low_rank("m^2 entries"))
@@ -202,17 +210,20 @@ class OperatorPath(Score):
 
 @dataclass(frozen=True)
 class Categorical(Score):
-    """S_ts = tr(R^T A_ts) / temperature for the morphism A_ts = g_t^-1 g_s between two tokens, g_x an orthogonal frame at each token.
+    """S_ts = tr(R^T A_ts) / temperature for the morphism A_ts = g_t^-1 g_s between two tokens, g_x an orthogonal frame
+    at each token.
 
-    Tokens are objects and A_ts the one morphism between two: A_tt = I, A_ts A_su = A_tu and A_st = A_ts^-1 hold whatever is learned, provided that
-    one map makes queries and keys, which a layer of this score does. g_x = (I - X)(I + X)^-1 for the skew-symmetric X whose entries above the
-    diagonal, row by row, are the numbers of the vector over sqrt(m), and 0 after its last: condition 1, no reflections, no half turns.
+    Tokens are objects and A_ts the one morphism between two: A_tt = I, A_ts A_su = A_tu and A_st = A_ts^-1 hold
+    whatever is learned, provided that one map makes queries and keys, which a layer of this score does. g_x = (I - X)(I
+    + X)^-1 for the skew-symmetric X whose entries above the diagonal, row by row, are the numbers of the vector over
+    sqrt(m), and 0 after its last: condition 1, no reflections, no half turns.
 
     tr(R^T g_t^T g_s) = <g_t R, g_s> is a dot product of m^2 entries, and runs as one.
 
-    size: m; None = the least with m (m - 1) / 2 >= D. relation: R is learned, m x m a key head, orthogonal at the start; else it is I, and evidence
-    is nearness, m - |A_ts - I|^2 / 2. transport: a layer carries values from token to token, y_t = sum_s W_ts A_ts v_s, each m numbers of v by the
-    same morphism (a call takes values as they come). heads: how many key heads have a relation; seed: of its start (``Features``).
+    size: m; None = the least with m (m - 1) / 2 >= D. relation: R is learned, m x m a key head, orthogonal at the
+    start; else it is I, and evidence is nearness, m - |A_ts - I|^2 / 2. transport: a layer carries values from token to
+    token, y_t = sum_s W_ts A_ts v_s, each m numbers of v by the same morphism (a call takes values as they come).
+    heads: how many key heads have a relation; seed: of its start (``Features``).
 
     Raises: ArgumentError for vectors of more numbers than X has.
     """
@@ -255,7 +266,8 @@ class Categorical(Score):
         most = size * (size - 1) // 2
         require(
             0 < dim <= most,
-            f"score.Categorical: vectors of 1 to {most} numbers are required with m = {size}, received {dim}. In a layer, set qk_dim.",
+            f"score.Categorical: vectors of 1 to {most} numbers are required with m = {size}, received {dim}. "
+            "In a layer, set qk_dim.",
         )
         return size
 
@@ -289,11 +301,14 @@ class Categorical(Score):
         fits = not self.transport or (self.size is not None and dim % self.size == 0)
         require(
             fits,
-            f"score.Categorical: transport needs values of a multiple of m = {self.size} numbers, received {dim}. Set size or head_dim.",
+            f"score.Categorical: transport needs values of a multiple of m = {self.size} numbers, received {dim}. "
+            "Set size or head_dim.",
         )
 
     def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
-        """Values v (B, H, T, P) into the common frame by those of x (B, H, T, D), g v for each m numbers; ``back``: out of it, g^-1 v."""
+        """Values v (B, H, T, P) into the common frame by those of x (B, H, T, D), g v for each m numbers; ``back``: out
+        of it, g^-1 v.
+        """
         self.sized(x.shape[-1], 1).check_values(v.shape[-1])
         frame = self.frames(x)
         parts = v.unflatten(-1, (-1, frame.shape[-1])).mT
