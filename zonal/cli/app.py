@@ -165,7 +165,8 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
 def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:
     if not word.startswith("-"):
         return ArgumentError(
-            f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need quotes in the shell."
+            f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need "
+            "quotes in the shell."
         )
     near = difflib.get_close_matches(word.split("=")[0], sorted(option_names(options)), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""

@@ -36,13 +36,14 @@ def folder() -> Path:
     found = Path(zonal.__file__).resolve().parent.parent / "benchmarks"
     if not found.is_dir():
         raise FileFormatError(
-            f"bench: no benchmarks at {found}. They come with the source tree: clone it and install with `pip install -e .`."
+            f"bench: no benchmarks at {found}. They come with the source tree: "
+            "clone it and install with `pip install -e .`."
         )
     return found
 
 
 def available(where: Path) -> dict[str, str]:
-    """Benchmarks by name, each with the first line of its docstring. A file without a ``main`` is a helper of others."""
+    """Benchmarks by name, each with the first line of its docstring. Files without a ``main`` are helpers, left out."""
     found: dict[str, str] = {}
     for path in sorted(where.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -18,7 +18,8 @@ Examples:
 
 
 _NAMES = {
-    "tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder", "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence",
+    "tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder",
+    "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence",
     "distance": "distances", "distance_wide": "distances, AVX-512", "sparse": "the largest of some candidates",
 }  # fmt: skip
 

@@ -181,7 +181,10 @@ def execute(
     labels = dict(zip(spec.operators, spec.labels or spec.operators, strict=True))
     seeds = f"{len(spec.seeds)} seed{'s' if len(spec.seeds) > 1 else ''}"
     rates = f", {len(spec.learning_rates)} learning rates" if len(spec.learning_rates) > 1 else ""
-    heading = f"{spec.title}: {len(labels)} operator{'s' if len(labels) > 1 else ''}, {seeds}{rates}; files in {comparison.directory}"
+    heading = (
+        f"{spec.title}: {len(labels)} operator{'s' if len(labels) > 1 else ''}, {seeds}{rates}; "
+        f"files in {comparison.directory}"
+    )
     with watching(spec.task.metric, labels, heading) as listener:
         return comparison.run(on_event=listener, jobs=jobs, threads=threads, retry_failed=retry_failed)
 
@@ -237,12 +240,14 @@ def exit_code(result: ComparisonResult, directory: Path) -> int:
     failed = sum(record.status == "failed" for record in result.runs)
     if result.status == "stopped":
         print(
-            f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: zonal compare --resume {directory}"
+            f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: "
+            f"zonal compare --resume {directory}"
         )
         return STOPPED
     if failed:
         print(
-            f"{failed} of {len(result.runs)} runs failed; the report has their messages. Run them again with: zonal compare --resume {directory} --retry-failed"
+            f"{failed} of {len(result.runs)} runs failed; the report has their messages. "
+            f"Run them again with: zonal compare --resume {directory} --retry-failed"
         )
         return FAILED
     return 0

@@ -51,8 +51,9 @@ PARTS = (
 )
 
 DESCRIPTION = """\
-Compare softmax, SKO, squared-affine, linear and ridge attention on two tasks, multi-query associative recall and the embedded
-novel, in about four minutes on two cores, and write one report page. Ctrl-C stops with a checkpoint; the same command goes on.
+Compare softmax, SKO, squared-affine, linear and ridge attention on two tasks, multi-query associative recall and the
+embedded novel, and write one report page. It takes about four minutes on two cores. Ctrl-C stops with a checkpoint; the
+same command resumes.
 
 Examples:
   zonal demo

@@ -1,4 +1,4 @@
-"""``zonal explain``: which path a call would take, why, what it costs, what was refused, and what the operator assumes."""
+"""``zonal explain``: the path a call takes, why, its cost, the paths refused, and what the operator assumes."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
   zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json
-  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times, it was the worst of times" --out page.html"""
+  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times" --out page.html"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ def run(options: Explain, command: str) -> int:
     if options.tree:
         if (others := replace(options, tree=False)) != Explain():
             raise ArgumentError(
-                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree of all mechanisms; leave it out with --tree."
+                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree "
+                "of all mechanisms; leave it out with --tree."
             )
         print(tree())
         return 0
@@ -184,7 +185,8 @@ def run(options: Explain, command: str) -> int:
     if others != Explain():
         given = command_line("explain", others).removeprefix("zonal explain ")
         raise ArgumentError(
-            f"explain: {given} {'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}."
+            f"explain: {given} "
+            f"{'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}."
         )
     found = explained(options) if not looks else explain_model.looked_at(options.look, options.device)
     page = None

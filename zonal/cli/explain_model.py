@@ -79,8 +79,8 @@ class Found:
         """Plain JSON values."""
         layers = [
             {
-                "layer": layer.number, "operator": None if layer.operator is None else layer.operator.spec, "refused": layer.refused,
-                "heads": [asdict(head) for head in layer.heads],
+                "layer": layer.number, "operator": None if layer.operator is None else layer.operator.spec,
+                "refused": layer.refused, "heads": [asdict(head) for head in layer.heads],
                 "ledger": [] if layer.operator is None else [asdict(move) for move in layer.operator.moves()],
             }
             for layer in self.layers
@@ -105,12 +105,14 @@ def looked_at(options: ModelLook, place: str) -> Found:
     model = model.to(device(place))
     if options.layer is not None and not 1 <= options.layer <= len(model.blocks):
         raise ArgumentError(
-            f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, received {options.layer}."
+            f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, "
+            f"received {options.layer}."
         )
     tokens = _tokens(options, config["identity"]["task"], model.config.vocab_size).to(place)
     if tokens.shape[1] < max(2, *ranks):
         raise ArgumentError(
-            f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. Give more --text or --length, or lower --ranks."
+            f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. "
+            "Give more --text or --length, or lower --ranks."
         )
     inputs = [
         (index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)
@@ -118,7 +120,8 @@ def looked_at(options: ModelLook, place: str) -> Found:
     layers = tuple(_layer(number, mixer, x, ranks, options) for number, mixer, x in inputs)
     if not any(layer.heads for layer in layers):
         raise ArgumentError(
-            f"explain: no layer's heads have a form: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}."
+            "explain: no layer's heads have a form: "
+            f"{'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}."
         )
     decode = codec(config["identity"]["task"], model.config.vocab_size, "explain").decode
     return Found(
@@ -142,7 +145,7 @@ def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], option
 
 
 def _tokens(options: ModelLook, task: dict[str, Any], vocab_size: int) -> Tensor:
-    """What the model reads: the text, or the beginnings of the first sequences that were held out when it was trained."""
+    """The model's input: the given text, or the beginnings of the first sequences held out from its training."""
     if options.text is None:
         return next(tasks.from_config(task).evaluation_batches(options.sequences)).tokens[:, : options.length]
     encoded = codec(task, vocab_size, "explain", "--text").encode(options.text)
@@ -194,19 +197,22 @@ def tables(found: Found) -> list[RenderableType]:
     shares, nats = _grids(found)
     parts: list[RenderableType] = [
         Text(
-            f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"
+            f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; "
+            "heads as layer.head"
         ),
         Text(),
         table("Parts of the log evidence of a head", shares.head, shares.rows),
         Text(
-            "rows: a number a query; columns: a number a key; interaction: what is left, and what of it a dot product of so many numbers explains. "
+            "rows: a number a query; columns: a number a key; interaction: what is left, and what of it a dot product "
+            "of so many numbers explains. "
             "gauge: the part that the operator's weights do not see",
             style="dim",
         ),
         Text(),
         table("How far its weights are from others, in nats", nats.head, nats.rows),
         Text(
-            "equal: those of the row field alone; columns: of the column field too; rank: with the dot product too, fitted to the evidence, and then to the weights",
+            "equal: those of the row field alone; columns: of the column field too; rank: with the dot product too, "
+            "fitted to the evidence, and then to the weights",
             style="dim",
         ),
     ]

@@ -22,7 +22,7 @@ for other tasks it is a list of token numbers.
 
 Examples:
   zonal generate --model runs/train-text-1a2b3c4d --prompt "Call me" --max-new-tokens 200
-  zonal generate --model runs/train-text-1a2b3c4d/checkpoint.safetensors --prompt "The whale" --temperature 0.7 --top-k 20 --seed 1
+  zonal generate --model runs/train-text-1a2b3c4d/checkpoint.safetensors --prompt "The whale" --top-k 20 --seed 1
   zonal generate --model runs/train-mqar-demo-1a2b3c4d --prompt "3 300 7 290 3" --max-new-tokens 1 --temperature 0"""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -92,7 +92,8 @@ def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", opti
             found = [int(word) for word in text.replace(",", " ").split()]
         except ValueError as error:
             raise ArgumentError(
-                f"{command}: this model was trained on token numbers from 0 to {vocab_size - 1}; {option} must be such numbers, got {text!r}."
+                f"{command}: this model was trained on token numbers from 0 to {vocab_size - 1}; "
+                f"{option} must be such numbers, got {text!r}."
             ) from error
         if any(not 0 <= number < vocab_size for number in found):
             raise ArgumentError(f"{command}: token numbers must be from 0 to {vocab_size - 1}, got {text!r}.")

@@ -18,9 +18,9 @@ from zonal.models import CausalLM, ModelConfig, layer_list
 from zonal.theory import influence
 
 DESCRIPTION = """\
-Print which inputs can influence which outputs of a causal model, and through how many layers at least. A single operator
-is repeated until more layers add nothing; a list is used as given. Inputs outside the printed range cannot matter,
-whatever the weights. Inputs inside it can, but need not.
+Print which inputs can influence which outputs of a causal model, and the fewest layers that this takes. A single
+operator is repeated until more layers add nothing; a list is used as given. Inputs outside the printed range cannot
+matter, whatever the weights. Inputs inside it can, but need not.
 
 Examples:
   zonal influence --window 64 --tokens 512
@@ -97,7 +97,8 @@ def found(options: Influence) -> Found:
     if options.window is not None:
         if options.operator != Influence.operator:
             raise ArgumentError(
-                f"influence: --window stands in place of --operator, received both. Leave one out, or give {options.operator!r} a prior of its own."
+                "influence: --window stands in place of --operator, received both. "
+                f"Leave one out, or give {options.operator!r} a prior of its own."
             )
         spec = f"regime(prior=('window(left={options.window})',))"
     layers = layer_list(spec, "--operator")
@@ -128,7 +129,8 @@ def run(options: Influence, command: str) -> int:
     console.print(Text(f"{result.layers:,} layer{'s' if result.layers != 1 else ''}: {more}", style="dim"))
     console.print(
         Text(
-            "\nMost layers that a pair needs, rows for outputs, columns for inputs; a dot where some pair is out of reach",
+            "\nMost layers that a pair needs, rows for outputs, columns for inputs; "
+            "a dot where some pair is out of reach",
             style="dim",
         )
     )

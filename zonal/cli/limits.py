@@ -80,7 +80,8 @@ def _check_text(option: str, text: str, is_path: bool) -> None:
     longest = max((len(part.encode()) for part in Path(text).parts), default=0)
     if is_path and (size > _PATH or longest > _NAME):
         raise ArgumentError(
-            f"{option} must have names of at most {_NAME} bytes and {_PATH} in all, received {longest} and {size}. Choose a shorter one."
+            f"{option} must have names of at most {_NAME} bytes and {_PATH} in all, received {longest} and {size}. "
+            "Choose a shorter one."
         )
 
 

@@ -182,7 +182,8 @@ def device(name: str) -> torch.device:
         raise ArgumentError(f"--device: cpu, cuda or cuda:NUMBER was required, got {name!r}.")
     if int(index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
-            f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. Use --device cpu."
+            f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. "
+            "Use --device cpu."
         )
     return torch.device(name)
 

@@ -111,7 +111,8 @@ def shape(text: str, option: str = "--shape") -> tuple[int, int, int, int]:
         numbers = ()
     if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > _LARGEST_AXIS:
         raise ArgumentError(
-            f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, such as 1,8,4096,64."
+            f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, "
+            "such as 1,8,4096,64."
         )
     batch, heads, tokens, dimension = numbers
     return batch, heads, tokens, dimension

@@ -67,7 +67,7 @@ def names() -> list[str]:
 
 
 def named(words: Sequence[str], command: str) -> str | None:
-    """The name after --preset among the words of a command line. Raises: ArgumentError when it is missing or unknown."""
+    """The name after --preset on a command line. Raises: ArgumentError when it is missing or unknown."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == OPTION:

@@ -154,7 +154,10 @@ def rung_words(event: events.RungStarted) -> str:
     """A rung of a search in words."""
     if not event.round:
         return f"The start, {event.current}: {event.steps:,} steps"
-    return f"Round {event.round} of at most {event.rounds}, from {event.current}: {len(event.regimes)} regime{'s' if len(event.regimes) != 1 else ''}, {event.steps:,} steps each"
+    return (
+        f"Round {event.round} of at most {event.rounds}, from {event.current}: "
+        f"{len(event.regimes)} regime{'s' if len(event.regimes) != 1 else ''}, {event.steps:,} steps each"
+    )
 
 
 def judged_words(event: events.Judged) -> str:
@@ -321,19 +324,20 @@ class PlainDisplay:
             case events.RunStarted():
                 start = f" goes on at step {event.step:,}" if event.step else " begins"
                 self._say(
-                    f"{event.label}, seed {event.seed}, learning rate {formats.rate(event.learning_rate)}:{start} ({', '.join(event.notes)})".removesuffix(
-                        " ()"
-                    )
+                    f"{event.label}, seed {event.seed}, learning rate {formats.rate(event.learning_rate)}:{start} "
+                    f"({', '.join(event.notes)})".removesuffix(" ()")
                     + "."
                 )
             case events.StepDone() if board.clock() - self._last > _PLAIN_EVERY:
                 self._say(
-                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, loss {formats.number(event.loss)}{self._left()}."
+                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, "
+                    f"loss {formats.number(event.loss)}{self._left()}."
                 )
             case events.Evaluated():
                 numbers = held_out(_numbers(event.metrics), board.metric)
                 self._say(
-                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, held-out {numbers}{self._left()}."
+                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, "
+                    f"held-out {numbers}{self._left()}."
                 )
             case events.RunFinished():
                 state = f"{event.status} before" if event.skipped else event.status

@@ -27,7 +27,7 @@ class Report:
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders that zonal compare or zonal search wrote, packed or not."""
     pack: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
-    """The new folder for the packed form. The folder that is packed stays as it is; pages are then not written there."""
+    """The new folder for the packed form. The original folder is unchanged, and no pages are written there."""
 
 
 def run(options: Report, command: str) -> int:

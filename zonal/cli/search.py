@@ -36,7 +36,7 @@ recipe.json. Ctrl-C stops with a checkpoint; the same command continues.
 
 Examples:
   zonal search --task mqar-demo --operator softmax --steps 200 --seeds 2 --rounds 6 --budget 30m
-  zonal search --task text --operator 'ska(power=1)' --moves anchor,link,power --rule metropolis --temperature 0.02 --measure loss
+  zonal search --task text --operator 'ska(power=1)' --moves anchor,link,power --rule metropolis --temperature 0.02
   zonal search --task mqar-demo --measure steps --target 0.9 --workers 4 --threads 1
   zonal search --resume runs/search-mqar-demo-1a2b3c4d"""
 
@@ -163,7 +163,10 @@ def run(options: SearchOptions, command: str) -> int:
         spec = specification(options, command)
         search = Search(options.out or default_folder(spec), spec)
     spec = search.spec
-    heading = f"{spec.title}: from {spec.start.label}, at most {spec.rounds} rounds of {spec.width} moves; files in {search.directory}"
+    heading = (
+        f"{spec.title}: from {spec.start.label}, at most {spec.rounds} rounds of {spec.width} moves; "
+        f"files in {search.directory}"
+    )
     with watching(spec.task.metric, {}, heading) as listener:
         result = search.run(on_event=listener, workers=options.workers, threads=options.threads)
     if result.winner is not None:
@@ -179,7 +182,8 @@ def _asked(search: Search) -> SearchOptions:
     words = shlex.split(search.spec.command)
     if words[:2] != ["zonal", "search"]:
         raise ArgumentError(
-            f"search: {search.directory} was not begun by `zonal search`. Go on with it from Python: zonal.training.search.Search.open(...).run()."
+            f"search: {search.directory} was not begun by `zonal search`. "
+            "Go on with it from Python: zonal.training.search.Search.open(...).run()."
         )
     return parse_options(SearchOptions, "zonal search", DESCRIPTION, words[2:])
 
@@ -195,6 +199,7 @@ def tell(result: SearchResult, search: Search) -> int:
     if result.winner is not None:
         best = formats.rate(result.winner.learning_rate)
         print(
-            f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / RECIPE}"
+            f"The winner again, {result.winner.operator} at learning rate {best}: "
+            f"zonal compare --preset {search.directory / RECIPE}"
         )
     return STOPPED if result.status == "stopped" else 0

@@ -26,11 +26,12 @@ STOPPED = 130
 _STEPS = 1000
 
 DESCRIPTION = """\
-Train one model. The operator is one for every layer, or a list with one a layer. Ctrl-C stops with a checkpoint; the same command goes on.
+Train one model. The operator is one for all layers, or a list with one per layer. Ctrl-C stops with a checkpoint; the
+same command resumes.
 
 Examples:
   zonal train --task text --operator sko --steps 500
-  zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --dim 128 --steps 2000
+  zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --steps 2000
   zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
   zonal train --preset echo-table3 --operator 'mamba2(state=16)*2, ska(power=1)*2'
   zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99
@@ -97,7 +98,8 @@ def layers_of(text: str, layers: int) -> tuple[str, ...]:
         return operators * layers
     if layers not in (len(operators), ModelOptions().layers):
         raise ArgumentError(
-            f"train: --operator names {len(operators)} layers, --layers asks for {layers}. Give one operator, one a layer, or leave --layers out."
+            f"train: --operator names {len(operators)} layers, --layers asks for {layers}. "
+            "Give one operator, one a layer, or leave --layers out."
         )
     return operators
 
@@ -111,7 +113,8 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
         return options.model.config(task, layers_of(options.operator, options.model.layers))
     if options.operator != Train.operator or options.model != ModelOptions():
         raise ArgumentError(
-            "train: --model-preset names the whole model. Leave out --operator and the model's options, or leave out --model-preset."
+            "train: --model-preset names the whole model. Leave out --operator and the model's options, "
+            "or leave out --model-preset."
         )
     return preset(options.model_preset, vocab_size=task.vocab_size, max_len=task.length)
 
@@ -136,7 +139,10 @@ def run(options: Train, command: str) -> int:
     model = build(shape, options.seed).to(device(options.device))
     folder = options.out or folder_of(task, run_identity(model, task, config))
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
-    heading = f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; files in {folder}"
+    heading = (
+        f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
+        f"files in {folder}"
+    )
     with interruptible() as stopped, watching(task.metric, {entry_of(shape.layers): label}, heading) as listener:
         result = train(
             model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads
@@ -148,13 +154,15 @@ def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int
     """Print what came of it; returns the exit code."""
     if result.status == "stopped":
         print(
-            f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. Run the same command to go on: {command}"
+            f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. "
+            f"Run the same command to go on: {command}"
         )
         return STOPPED
     if result.final is not None:
         numbers = {name: float(value) for name, value in result.final.items() if isinstance(value, int | float)}
         print(
-            f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in {formats.seconds(result.seconds)} of training."
+            f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in "
+            f"{formats.seconds(result.seconds)} of training."
         )
     print(f"Model: {folder / 'checkpoint.safetensors'}")
     if isinstance(task, tasks.Text):

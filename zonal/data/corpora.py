@@ -18,7 +18,10 @@ from zonal.errors import ArgumentError, FileFormatError
 NOVEL = "novel"
 _NOVEL_SHA256 = "fe282a57094ed62e7144fb7c804a9748fc1c909bf3b49d06e7276015f9f67240"
 _BLOCK = 1 << 20
-_FORMS = "a UTF-8 text file, a folder of them, a pattern such as 'texts/**/*.txt', a pre-tokenised corpus, 'novel', or 'hub:name[:split[:column]]'"
+_FORMS = (
+    "a UTF-8 text file, a folder of them, a pattern such as 'texts/**/*.txt', a pre-tokenised corpus, 'novel', "
+    "or 'hub:name[:split[:column]]'"
+)
 
 
 def novel() -> str:
@@ -67,11 +70,13 @@ def _file_blocks(path: Path) -> Iterator[str]:
         for data in iter(lambda: file.read(_BLOCK), b""):
             if at == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise FileFormatError(
-                    f"text source: {path} is UTF-16 or binary, UTF-8 was required. Convert it, e.g. with iconv -t UTF-8."
+                    f"text source: {path} is UTF-16 or binary, UTF-8 was required. Convert it, e.g. "
+                    "with iconv -t UTF-8."
                 )
             if b"\0" in data:
                 raise FileFormatError(
-                    f"text source: {path} is binary (byte 0 at offset {at + data.index(0)}), UTF-8 text was required. Leave it out."
+                    f"text source: {path} is binary (byte 0 at offset {at + data.index(0)}), UTF-8 text was required. "
+                    "Leave it out."
                 )
             waiting = len(decoder.getstate()[0])
             try:
@@ -79,7 +84,8 @@ def _file_blocks(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 place = at - waiting + error.start
                 raise FileFormatError(
-                    f"text source: {path} is not UTF-8 text ({error.reason} at offset {place}). Convert it or leave it out."
+                    f"text source: {path} is not UTF-8 text ({error.reason} at offset {place}). "
+                    "Convert it or leave it out."
                 ) from error
             yield text.removeprefix("\ufeff") if at == 0 else text
             at += len(data)

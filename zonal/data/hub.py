@@ -27,7 +27,8 @@ def _library() -> Any:
         return importlib.import_module("datasets")
     except ImportError as error:
         raise ArgumentError(
-            f"text source: {HUB}… needs the package 'datasets', which is not installed. Install it with: pip install datasets"
+            f"text source: {HUB}… needs the package 'datasets', which is not installed. "
+            "Install it with: pip install datasets"
         ) from error
 
 
@@ -90,14 +91,16 @@ class HubDataset(Source):
             text = row[column]
             if not isinstance(text, str):
                 raise FileFormatError(
-                    f"text source: {self.spec}: a row of column {column!r} holds {type(text).__name__}, text was required."
+                    f"text source: {self.spec}: a row of column {column!r} holds {type(text).__name__}, "
+                    "text was required."
                 )
             yield pieces([text])
 
     def _unavailable(self, error: Exception) -> FileFormatError:
         reason = " ".join(str(error).split())
         return FileFormatError(
-            f"text source: the data set {self.spec} cannot be loaded ({reason}). Check its name, subset, split and the connection."
+            f"text source: the data set {self.spec} cannot be loaded ({reason}). "
+            "Check its name, subset, split and the connection."
         )
 
     def _column(self, rows: Any) -> str:
@@ -116,5 +119,6 @@ class HubDataset(Source):
         if len(strings) == 1:
             return strings[0]
         raise ArgumentError(
-            f"text source: {self.spec}: which column? Name one as hub:{self.name}:{self.split}:<column>; it has: {', '.join(features)}."
+            f"text source: {self.spec}: which column? Name one as hub:{self.name}:{self.split}:<column>; it has: "
+            f"{', '.join(features)}."
         )

@@ -61,7 +61,8 @@ def _part(folder: Path, name: str) -> Images:
     )
     if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(labels):
         raise FileFormatError(
-            f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, received {tuple(pixels.shape)} and {tuple(labels.shape)}."
+            f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, "
+            f"received {tuple(pixels.shape)} and {tuple(labels.shape)}."
         )
     return Images(pixels, labels.long())
 
@@ -75,8 +76,10 @@ def read_idx(path: Path) -> Tensor:
         data = gzip.decompress(path.read_bytes())
     except FileNotFoundError as error:
         raise FileFormatError(
-            f"images: {path} does not exist. Fashion-MNIST comes with the Debian package dataset-fashion-mnist: `apt-get install dataset-fashion-mnist`, or without "
-            "rights `apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb .` and the folder usr/share/datasets/fashion-mnist."
+            f"images: {path} does not exist. Fashion-MNIST comes with the Debian package dataset-fashion-mnist: "
+            "`apt-get install dataset-fashion-mnist`, or without "
+            "rights `apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb "
+            ".` and the folder usr/share/datasets/fashion-mnist."
         ) from error
     except (OSError, EOFError) as error:
         raise FileFormatError(f"images: {path} cannot be read ({error}). It may be truncated; get it again.") from error
@@ -85,7 +88,8 @@ def read_idx(path: Path) -> Tensor:
     start = 4 + 4 * axes
     if data[:3] != b"\x00\x00\x08" or not axes or len(data) != start + math.prod(shape):
         raise FileFormatError(
-            f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape {tuple(shape)}. Get it again."
+            f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape "
+            f"{tuple(shape)}. Get it again."
         )
     return (
         torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(shape)

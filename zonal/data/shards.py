@@ -106,8 +106,9 @@ class _Writer:
         if self._waiting_count:
             self._write(np.concatenate(self._waiting))
         index = {
-            "magic": _CORPUS_MAGIC, "version": _VERSION, "tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.fingerprint,
-            "vocab_size": self.tokenizer.vocab_size, "dtype": self.dtype, "tokens": self.tokens, "bytes": self.bytes, "documents": documents,
+            "magic": _CORPUS_MAGIC, "version": _VERSION, "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.dtype, "tokens": self.tokens, "bytes": self.bytes, "documents": documents,
             "source": source, "shards": self.names,
         }  # fmt: skip
         store.write_json(self.folder / INDEX, index)
@@ -116,8 +117,9 @@ class _Writer:
         data = tokens.tobytes()
         name = f"shard-{len(self.names):05d}.bin"
         description = {
-            "magic": _SHARD_MAGIC, "version": _VERSION, "dtype": self.dtype, "count": len(tokens), "sha256": hashlib.sha256(data).hexdigest(),
-            "tokenizer": self.tokenizer.name, "vocab_size": self.tokenizer.vocab_size,
+            "magic": _SHARD_MAGIC, "version": _VERSION, "dtype": self.dtype, "count": len(tokens),
+            "sha256": hashlib.sha256(data).hexdigest(), "tokenizer": self.tokenizer.name,
+            "vocab_size": self.tokenizer.vocab_size,
         }  # fmt: skip
         store.write_bytes(self.folder / name, data)
         store.write_json((self.folder / name).with_suffix(".json"), description)
@@ -156,12 +158,14 @@ def write_corpus(
         building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise ArgumentError(
-            f"write_corpus: cannot write in {target.parent} ({error.strerror}). Choose another folder; ZONAL_CACHE names the cache's."
+            f"write_corpus: cannot write in {target.parent} ({error.strerror}). "
+            "Choose another folder; ZONAL_CACHE names the cache's."
         ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InsufficientSpaceError(
-                f"write_corpus: no space left in {target.parent}. Free some space and run again; nothing was half written."
+                f"write_corpus: no space left in {target.parent}. Free some space and run again; "
+                "nothing was half written."
             ) from error
         raise
     try:
@@ -202,12 +206,14 @@ def _described(path: Path, magic: str, types: dict[str, type]) -> dict[str, Any]
         raise FileFormatError(f"open_corpus: {path} is not a {magic} file; it was written by another program.")
     if found.get("version") != _VERSION:
         raise FileFormatError(
-            f"open_corpus: {path} has version {found.get('version')!r}, this program reads version {_VERSION}. Prepare the corpus again."
+            f"open_corpus: {path} has version {found.get('version')!r}, this program reads version {_VERSION}. "
+            "Prepare the corpus again."
         )
     for key, kind in types.items():
         if not isinstance(found.get(key), kind):
             raise FileFormatError(
-                f"open_corpus: {path} lacks a valid {key!r} ({kind.__name__} required, got {found.get(key)!r}). Prepare the corpus again."
+                f"open_corpus: {path} lacks a valid {key!r} ({kind.__name__} required, got {found.get(key)!r}). "
+                "Prepare the corpus again."
             )
     return found
 
@@ -221,7 +227,8 @@ def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tupl
     )
     if (description["dtype"], description["vocab_size"], description["tokenizer"]) != (dtype, vocab_size, tokenizer):
         raise FileFormatError(
-            f"open_corpus: {path} belongs to another corpus (its dtype, vocabulary or tokenizer differ from the index). {again}"
+            f"open_corpus: {path} belongs to another corpus (its dtype, vocabulary or tokenizer differ from the "
+            f"index). {again}"
         )
     try:
         size = path.stat().st_size
@@ -254,22 +261,26 @@ def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
     """
     path = Path(folder)
     types = {
-        "tokenizer": str, "tokenizer_sha256": str, "vocab_size": int, "dtype": str, "tokens": int, "bytes": int, "documents": int, "source": str, "shards": list,
+        "tokenizer": str, "tokenizer_sha256": str, "vocab_size": int, "dtype": str, "tokens": int, "bytes": int,
+        "documents": int, "source": str, "shards": list,
     }  # fmt: skip
     index = _described(path / INDEX, _CORPUS_MAGIC, types)
     tokenizer = tokenizers.resolve(index["tokenizer"])
     if (index["tokenizer_sha256"], index["vocab_size"]) != (tokenizer.fingerprint, tokenizer.vocab_size):
         raise FileFormatError(
-            f"open_corpus: {path} was made with another {tokenizer.name} tokenizer than this program's. Prepare the corpus again."
+            f"open_corpus: {path} was made with another {tokenizer.name} tokenizer than this program's. "
+            "Prepare the corpus again."
         )
     if index["dtype"] not in _DTYPES or not index["shards"]:
         raise FileFormatError(
-            f"open_corpus: the index of {path} names dtype {index['dtype']!r} and {len(index['shards'])} shards; it was damaged."
+            f"open_corpus: the index of {path} names dtype {index['dtype']!r} and {len(index['shards'])} shards; "
+            "it was damaged."
         )
     for name in index["shards"]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".bin"):
             raise FileFormatError(
-                f"open_corpus: the index of {path} names the shard {name!r}; a .bin file in the same folder was required."
+                f"open_corpus: the index of {path} names the shard {name!r}; "
+                "a .bin file in the same folder was required."
             )
     opened = [
         _open_shard(path / name, index["dtype"], index["vocab_size"], index["tokenizer"]) for name in index["shards"]
@@ -278,6 +289,7 @@ def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
     corpus = Corpus(path, index, [tokens for tokens, _ in opened], hashlib.sha256(digests.encode()).hexdigest())
     if corpus.count != index["tokens"]:
         raise FileFormatError(
-            f"open_corpus: {path} has {corpus.count} tokens, its index says {index['tokens']}: shards are missing. Prepare the corpus again."
+            f"open_corpus: {path} has {corpus.count} tokens, its index says {index['tokens']}: shards are missing. "
+            "Prepare the corpus again."
         )
     return corpus

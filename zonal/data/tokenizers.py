@@ -79,7 +79,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50257 tokens from the files OpenAI published (MIT licence, shipped with this package). The separator is <|endoftext|>.
+    """GPT-2's 50257 tokens. OpenAI's files (MIT licence) are shipped with this package. The separator is <|endoftext|>.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     Raises: FileFormatError when the shipped files are damaged.

@@ -30,7 +30,8 @@ class Nouns:
         """The first node of that word and all below it. Raises: ArgumentError when there is none."""
         if word not in self.words:
             raise ArgumentError(
-                f"wordnet: no synset {word!r} is shipped. Name an animal or an artifact, with _ for spaces, such as mammal, bird or musical_instrument."
+                f"wordnet: no synset {word!r} is shipped. Name an animal or an artifact, with _ for spaces, "
+                "such as mammal, bird or musical_instrument."
             )
         node = self.words.index(word)
         return range(node, self.ends[node])

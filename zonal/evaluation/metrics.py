@@ -34,7 +34,7 @@ class EvaluationBatch(Protocol):
 
 
 class EvaluationTask(Protocol):
-    """What is needed of a task here: its batches, and how many UTF-8 bytes a target stands for (None: it is not text)."""
+    """What evaluation needs of a task: its batches, and the mean UTF-8 bytes per target (None when it is not text)."""
 
     bytes_per_token: float | None
 

@@ -1,9 +1,10 @@
-"""Whether efforts of moves come from a potential: Hodge's decomposition of a 1-form on a graph, and its sums around cycles.
+"""Tests whether the efforts of moves come from a potential: the Hodge decomposition of a 1-form on a graph.
 
-A 1-form gives each edge a number w, which changes its sign with the direction. It is exact, w(a→b) = f(b) - f(a) for some potential f of the
-nodes, if and only if its sum around every cycle is 0. In general w = grad f + curl* t + h, three parts at right angles to one another: f solves
-min |w - grad f|², curl* t is what the triangles of the graph can explain of the rest, h (harmonic) what only its longer cycles can. The last two
-circulate: as much flows into each node as out of it, and no potential gives them.
+A 1-form gives each edge a number w, whose sign changes with the edge's direction. It is exact, that is
+w(a→b) = f(b) - f(a) for some potential f of the nodes, if and only if its sum around every cycle is 0. In general
+w = grad f + curl* t + h, three orthogonal parts. The potential f solves min |w - grad f|². The curl part, curl* t, is
+what triangles of the graph explain of the rest. The harmonic part h is what only longer cycles explain. The curl and
+harmonic parts circulate: as much flows into each node as out of it, and no potential explains them.
 """
 
 import itertools
@@ -24,7 +25,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Hodge:
-    """potential (V, …) with mean 0 on each connected part; gradient, curl and harmonic (E, …), whose sum is the 1-form."""
+    """potential (V, …), of mean 0 on each connected component; gradient, curl and harmonic (E, …) sum to the 1-form."""
 
     potential: Tensor
     gradient: Tensor
@@ -179,7 +180,8 @@ def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, 
     """
     if forms.ndim != 2 or not forms.shape[1]:
         raise ArgumentError(
-            f"circulation: forms (edges, seeds) with at least one seed are required, received shape {tuple(forms.shape)}."
+            "circulation: forms (edges, seeds) with at least one seed are required, "
+            f"received shape {tuple(forms.shape)}."
         )
     found = _edges("circulation", nodes, edges)
     forms = forms.double()

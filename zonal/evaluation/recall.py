@@ -1,4 +1,4 @@
-"""What an approximate search for the largest entries of a row has caught: recall of the exact ones, and attention mass."""
+"""How well an approximate search finds the largest entries of a row: recall, and the attention mass it found."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ class Coverage:
 
     def __str__(self) -> str:
         return (
-            f"recall {self.recall:.3f} of the exact largest, {self.mass:.3f} of the attention mass (the exact ones have {self.exact_mass:.3f}), "
+            f"recall {self.recall:.3f} of the exact largest, {self.mass:.3f} of the attention mass (the exact ones "
+            f"have {self.exact_mass:.3f}), "
             f"{self.met:.0f} of {self.seen:.0f} keys met, means of {self.rows} rows"
         )
 
@@ -39,7 +40,8 @@ def coverage(log_kernel: Tensor, met: Tensor, k: int) -> dict[str, Tensor]:
     """
     if log_kernel.shape != met.shape or met.dtype != torch.bool or k < 1:
         raise ArgumentError(
-            f"coverage: log_kernel and a bool met of one shape and k >= 1 are required, received {tuple(log_kernel.shape)}, {met.dtype} of {tuple(met.shape)} and {k}."
+            "coverage: log_kernel and a bool met of one shape and k >= 1 are required, "
+            f"received {tuple(log_kernel.shape)}, {met.dtype} of {tuple(met.shape)} and {k}."
         )
     log_kernel, met = log_kernel.double().flatten(0, -2), met.flatten(0, -2)
     some = (log_kernel > float("-inf")).any(-1)
@@ -53,8 +55,8 @@ def coverage(log_kernel: Tensor, met: Tensor, k: int) -> dict[str, Tensor]:
 
     exact, kept = largest(log_kernel), largest(log_kernel.masked_fill(~met, float("-inf")))
     return {
-        "recall": (exact & kept).sum(-1) / exact.sum(-1).double(), "mass": (share * kept).sum(-1), "exact_mass": (share * exact).sum(-1),
-        "met": (met & seen).sum(-1).double(), "seen": seen.sum(-1).double(),
+        "recall": (exact & kept).sum(-1) / exact.sum(-1).double(), "mass": (share * kept).sum(-1),
+        "exact_mass": (share * exact).sum(-1), "met": (met & seen).sum(-1).double(), "seen": seen.sum(-1).double(),
     }  # fmt: skip
 
 

@@ -15,11 +15,14 @@ class RidgeDiagnostics:
     """Of the sums G and M of each sequence and key head, (B, Hkv) unless said otherwise; float64.
 
     smallest, largest: eigenvalues of A = G + the ridge. condition: largest / smallest.
-    effective_rank: e to the entropy of the eigenvalues of G as shares of their sum, 1 … r (0 without keys): along how many directions keys spread.
-    used: tr(G A^-1), the sum of all keys' leverage: how many keys of its r the state holds, as the ridge sees it.
-    free: r - used: about how many more keys in new directions come back exactly.
-    norm: the largest singular value of the whitened step L^-1 M L^-T, A = L L^T; below one always. None without M (power 0).
-    spectrum: its eigenvalues, complex (B, Hkv, r), the longest first: |l| near one persists from step to step, the angle is what it turns by.
+    effective_rank: exp of the entropy of the eigenvalues of G, taken as shares of their sum; from 1 to r, and 0 without
+        keys. It counts the directions along which keys spread.
+    used: tr(G A^-1), the summed leverage of all keys: how many of its r keys the state holds, as the ridge sees it.
+    free: r - used: about how many more keys in new directions can be recalled exactly.
+    norm: the largest singular value of the whitened step L^-1 M L^-T, with A = L L^T; always below 1. None without M
+        (power 0).
+    spectrum: the eigenvalues l of that step, complex (B, Hkv, r), largest modulus first. Modulus near 1 means that the
+        component persists from step to step; the argument is its rotation per step.
     """
 
     smallest: Tensor
@@ -42,7 +45,8 @@ def diagnose(gram: Tensor, regular: Tensor, shift: Tensor | None = None) -> Ridg
     lower, info = torch.linalg.cholesky_ex(regular)
     if bool((info > 0).any()) or not bool(torch.isfinite(lower).all()):
         raise ArgumentError(
-            "diagnose: G + the ridge must be positive definite and finite. Raise the ridge, or look for keys that are not finite."
+            "diagnose: G + the ridge must be positive definite and finite. "
+            "Raise the ridge, or look for keys that are not finite."
         )
     eigenvalues = torch.linalg.eigvalsh(regular)
     spread = torch.linalg.eigvalsh(gram).clamp_min(0)
@@ -58,7 +62,8 @@ def diagnose(gram: Tensor, regular: Tensor, shift: Tensor | None = None) -> Ridg
         spectrum = torch.linalg.eigvals(step)
         spectrum = spectrum.gather(-1, spectrum.abs().argsort(-1, descending=True))
     return RidgeDiagnostics(
-        smallest=eigenvalues[..., 0], largest=eigenvalues[..., -1], condition=eigenvalues[..., -1] / eigenvalues[..., 0], effective_rank=rank, used=used,
+        smallest=eigenvalues[..., 0], largest=eigenvalues[..., -1],
+        condition=eigenvalues[..., -1] / eigenvalues[..., 0], effective_rank=rank, used=used,
         free=gram.shape[-1] - used, norm=norm, spectrum=spectrum,
     )  # fmt: skip
 

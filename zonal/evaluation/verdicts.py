@@ -17,7 +17,8 @@ def auroc(positive: Tensor, negative: Tensor) -> float:
     a, b = positive.double().flatten(), negative.double().flatten().sort().values
     if not a.numel() or not b.numel() or bool(torch.cat([a, b]).isnan().any()):
         raise ArgumentError(
-            f"auroc: evidence of both kinds without NaN is required, received {a.numel()} and {b.numel()} numbers. Leave out queries without evidence."
+            f"auroc: evidence of both kinds without NaN is required, received {a.numel()} and {b.numel()} numbers. "
+            "Leave out queries without evidence."
         )
     below, up_to = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
     return float((below + up_to).double().mean() / (2 * b.numel()))
@@ -37,7 +38,8 @@ def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list
         or not all(0 < share <= 1 for share in shares)
     ):
         raise ArgumentError(
-            f"risk_curve: evidence without NaN for each of {wrong.numel()} answers and shares in (0, 1] are required, received {evidence.numel()} and {list(shares)}."
+            f"risk_curve: evidence without NaN for each of {wrong.numel()} answers and shares in (0, 1] are required, "
+            f"received {evidence.numel()} and {list(shares)}."
         )
     levels, place = torch.unique(-evidence, return_inverse=True)
     count = (

@@ -23,7 +23,8 @@ def advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start:
     heads, tokens = q.shape[1], q.shape[2]
     if heads > _MOST_HEADS and heads >= 4 * tokens > 4 and k.shape[1] > _MOST_HEADS:
         warnings.warn(
-            f"attention: q has {heads} heads of {tokens} tokens each, as its axes are (batch, heads, tokens, dim). For tensors of (batch, tokens, heads, dim) "
+            f"attention: q has {heads} heads of {tokens} tokens each, as its axes are (batch, heads, tokens, dim). "
+            "For tensors of (batch, tokens, heads, dim) "
             "pass q.transpose(1, 2), and k and v likewise.",
             stacklevel=_CALLER,
         )
@@ -39,7 +40,8 @@ def advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start:
         hidden = int((~mask.any(1)).sum())
         if hidden:
             warnings.warn(
-                f"attention: key_padding_mask hides every key of {hidden} of {len(mask)} sequences, whose output is zero. True marks real tokens here; torch's "
+                f"attention: key_padding_mask hides every key of {hidden} of {len(mask)} sequences, "
+                "whose output is zero. True marks real tokens here; torch's "
                 "key_padding_mask marks padding with True: pass its opposite, ~key_padding_mask.",
                 stacklevel=_CALLER,
             )

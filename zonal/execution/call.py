@@ -224,11 +224,13 @@ def checked(
         )
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
         raise ArgumentError(
-            f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, {k.shape[0]}, {v.shape[0]}."
+            f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, "
+            f"{k.shape[0]}, {v.shape[0]}."
         )
     if k.shape[1:3] != v.shape[1:3]:
         raise ArgumentError(
-            f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}. {_ORDER}"
+            f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v "
+            f"{tuple(v.shape)}. {_ORDER}"
         )
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(
@@ -236,13 +238,15 @@ def checked(
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ArgumentError(
-            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). {_ORDER}"
+            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). "
+            f"{_ORDER}"
         )
     batch, _, keys, _ = k.shape
     if key_padding_mask is not None:
         if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
             raise ArgumentError(
-                f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real tokens, "
+                "attention: key_padding_mask must be bool of shape (batch, keys) "
+                f"= {(batch, keys)} with True for real tokens, "
                 f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
             )
         if key_padding_mask.device != k.device:
@@ -252,7 +256,8 @@ def checked(
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is not None and tuple(x.shape) != (batch, k.shape[1], keys):
             raise ArgumentError(
-                f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, received {tuple(x.shape)}."
+                f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, "
+                f"received {tuple(x.shape)}."
             )
 
 
@@ -300,11 +305,13 @@ def prepare(
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
         raise ArgumentError(
-            "attention: cu_seqlens must be the same for all that torch.func.vmap runs over. Call attention once for each packing."
+            "attention: cu_seqlens must be the same for all that torch.func.vmap runs over. "
+            "Call attention once for each packing."
         )
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ArgumentError(
-            f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens."
+            f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. "
+            "Concatenate the documents along the tokens."
         )
     if scale is not None and (bound.link.domain is not None or tags.solves):
         raise ArgumentError(
@@ -313,7 +320,8 @@ def prepare(
     for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
         if tags.solves and given is not None and not (name == "log_decay" and tags.decays):
             raise ArgumentError(
-                f"attention: operator {operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}."
+                f"attention: operator {operator.name!r} solves with the kernel among keys; "
+                f"{name} must be None{undeclared(name)}."
             )
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
@@ -332,7 +340,8 @@ def prepare(
     tied = causal or any(p.orders for p in bound.priors)
     if tied and tags.couples:
         raise ArgumentError(
-            f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets each query's weights depend on all queries, and causal=True {LEAK}."
+            f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets "
+            f"each query's weights depend on all queries, and causal=True {LEAK}."
         )
     if decay is not None and not tied:
         raise ArgumentError(
@@ -379,7 +388,8 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
         decay = given.double()
         if transforms.mapped(given):
             raise ArgumentError(
-                "attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. Fold that axis into the batch."
+                "attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. "
+                "Fold that axis into the batch."
             )
         require_values(
             ~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values."

@@ -136,14 +136,16 @@ def check_memory(call: Call, memory: Memory) -> None:
     """Raise ArgumentError unless the call can go on from the memory."""
     if call.causal and memory.count and call.q.shape[2] != call.k.shape[2]:
         raise ArgumentError(
-            f"attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, received {call.q.shape[2]} and {call.k.shape[2]}."
+            "attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, "
+            f"received {call.q.shape[2]} and {call.k.shape[2]}."
         )
     if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
         first = max(0, memory.count + call.k.shape[2] - call.q.shape[2] - memory.reach + 1)
         gone = memory.count - (memory.end - memory.begin)
         if first < gone:
             raise ArgumentError(
-                f"attention: the first of {call.q.shape[2]} queries sees keys from token {first} on, and a memory with a window has let go of the first {gone}. "
+                f"attention: the first of {call.q.shape[2]} queries sees keys from token {first} on, "
+                f"and a memory with a window has let go of the first {gone}. "
                 "Pass at most as many queries as new keys, or all keys at once without a memory."
             )
     form = memory.form

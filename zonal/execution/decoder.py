@@ -56,8 +56,8 @@ class StepDecoder(Decoder):
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)
             call = prepare(
-                self.operator, q, k, v, causal=True, key_padding_mask=key_padding_mask, log_decay=log_decay, key_bias=key_bias,
-                action_mask=action_mask, key_gate=key_gate, scale=scale, past=self.count,
+                self.operator, q, k, v, causal=True, key_padding_mask=key_padding_mask, log_decay=log_decay,
+                key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, scale=scale, past=self.count,
             )  # fmt: skip
             return self._planned(call)
 

@@ -95,8 +95,9 @@ class Explanation:
             "declaration": self.declaration,
             "call": {
                 "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "queries": p.queries, "keys": p.keys,
-                "key_dim": p.dim, "value_dim": p.value_dim, "dtype": self.dtype, "device": str(p.device), "causal": p.tied,
-                "gradients": p.gradients, "key_padding": p.padded, "documents": p.documents, "memory_tokens": p.past,
+                "key_dim": p.dim, "value_dim": p.value_dim, "dtype": self.dtype, "device": str(p.device),
+                "causal": p.tied, "gradients": p.gradients, "key_padding": p.padded, "documents": p.documents,
+                "memory_tokens": p.past,
             },
             "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge,
             "decode": self.decode, "candidates": self.candidates,
@@ -223,8 +224,8 @@ def explain(
     if not operator.anchor.couples:
         one = Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
     return Explanation(
-        operator=operator.spec, declaration=_declaration(operator), shape=shape, dtype=str(dtype).removeprefix("torch."),
-        plan=choice, memory_kind=kind if one is not None else "none",
+        operator=operator.spec, declaration=_declaration(operator), shape=shape,
+        dtype=str(dtype).removeprefix("torch."), plan=choice, memory_kind=kind if one is not None else "none",
         memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
         moves=operator.replace(link=operator.link.sized(key_dim).spread(rows)).moves(), machine=_machine(speeds, place),
         coverage=None if sample is None else measured(operator, *sample, causal=causal),

@@ -18,7 +18,10 @@ from zonal.execution.call import Call
 def hierarchy_refusal(call: Call) -> str | None:
     """Why blocks cannot stand for their tokens here, or None."""
     if not call.bound.score.bilinear:
-        return f"score {type(call.bound.score).__name__} of mean vectors is not the mean score, as that of a dot product is"
+        return (
+            f"score {type(call.bound.score).__name__} of mean vectors is not the mean score, "
+            "as that of a dot product is"
+        )
     if call.bias.slope is not None:
         return "a bias that depends on pairs of positions (ALiBi) is no sum of one for each"
     return None

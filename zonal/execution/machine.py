@@ -164,8 +164,8 @@ def measure(device: torch.device, budget: float = 0.02) -> Machine:
         compiled, three = _compiled(device, budget)
     products = 8 * 512 * 512 * 64 / product
     return Machine(
-        name(device), threads(device), torch.__version__, products, compiled or products * 1.6, 8.0 * numbers.numel() / passed,
-        call, one or two or three, memory(device),
+        name(device), threads(device), torch.__version__, products, compiled or products * 1.6,
+        8.0 * numbers.numel() / passed, call, one or two or three, memory(device),
     )  # fmt: skip
 
 
@@ -314,7 +314,8 @@ def _obtain(device: torch.device) -> Machine:
     except (OSError, FileFormatError) as error:
         return typical(
             device,
-            f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that can be written",
+            f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that "
+            "can be written",
         )
     return replace(kept, note=f"measured now and kept in {path}{why}")
 

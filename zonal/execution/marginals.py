@@ -11,8 +11,8 @@ from zonal.errors import ArgumentError
 
 
 def marginals_of(
-    operator: Operator, seen: Visibility, shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype,
-    query_mass: Tensor | None, key_mass: Tensor | None, start: Potentials | None,
+    operator: Operator, seen: Visibility, shape: tuple[int, int, int, int, int], device: torch.device,
+    dtype: torch.dtype, query_mass: Tensor | None, key_mass: Tensor | None, start: Potentials | None,
 ) -> Marginals | None:  # fmt: skip
     """Log masses for (B, H, Hkv, T, S), those of each document summing to one; None for an operator whose queries do not depend on one another.
 
@@ -27,19 +27,23 @@ def marginals_of(
             continue
         if operator.anchor.family != "plan":
             raise ArgumentError(
-                f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
+                f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor "
+                f"{type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
             )
         if tuple(mass.shape) != fits or not mass.is_floating_point() or mass.device != device:
             raise ArgumentError(
-                f"attention: {name} must be floating point of shape {fits} on {device}, received {mass.dtype} of shape {tuple(mass.shape)} on {mass.device}."
+                f"attention: {name} must be floating point of shape {fits} on {device}, received {mass.dtype} of shape "
+                f"{tuple(mass.shape)} on {mass.device}."
             )
         if mass.device.type != "meta" and not bool((torch.isfinite(mass) & (mass >= 0)).all()):
             raise ArgumentError(
-                f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; received values from {float(mass.min()):g} to {float(mass.max()):g}."
+                f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; "
+                f"received values from {float(mass.min()):g} to {float(mass.max()):g}."
             )
     if start is not None and operator.anchor.family != "plan":
         raise ArgumentError(
-            f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Leave it out."
+            f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor "
+            f"{type(operator.anchor).__name__}. Leave it out."
         )
     if not operator.anchor.couples:
         return None
@@ -50,7 +54,9 @@ def marginals_of(
             else f"{queries} queries and {keys} keys"
         )
         raise ArgumentError(
-            f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same tokens, one tree for each sequence; received {what}. Pass sequences as rows of a batch, with key_padding_mask."
+            f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same "
+            f"tokens, one tree for each sequence; received {what}. "
+            "Pass sequences as rows of a batch, with key_padding_mask."
         )
     sees, seen_by = _meeting(seen, device)
     mu = sees.to(dtype).expand(batch, heads, queries) if query_mass is None else query_mass.to(dtype)
@@ -63,7 +69,8 @@ def marginals_of(
         if mass is not None and mass.device.type != "meta" and bool(((mass > 0) & ~meets).any()):
             whom, rule = ("queries", "see no key") if name == "query_mass" else ("keys", "are seen by no query")
             raise ArgumentError(
-                f"attention: {name} is positive for {whom} that {rule}, so that no plan has these masses. Set it to 0 where key_padding_mask or a window hides everything."
+                f"attention: {name} is positive for {whom} that {rule}, so that no plan has these masses. "
+                "Set it to 0 where key_padding_mask or a window hides everything."
             )
     place = [torch.zeros(n, dtype=torch.int64, device=device) for n in (queries, keys)]
     documents = 1
@@ -86,7 +93,8 @@ def marginals_of(
     ):
         if potential.shape != like.shape or not bool(torch.isfinite(potential).all()):
             raise ArgumentError(
-                f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, received shape {tuple(potential.shape)}. Leave start out to begin at zero."
+                f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, "
+                f"received shape {tuple(potential.shape)}. Leave start out to begin at zero."
             )
     return Marginals(found[0], found[1], start)
 

@@ -199,6 +199,6 @@ def tiled(call: Call) -> Tensor:
 
 
 __all__ = [
-    "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules", "scale_of", "tiled", "too_wide", "transformed",
-    "without_triton",
+    "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules", "scale_of",
+    "tiled", "too_wide", "transformed", "without_triton",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ from zonal.kernels.sparse import FAMILY, Candidates, Factors, SparseInputs, Spar
 from zonal.kernels.sparse import sparse as kernel
 
 _KINDS: dict[type[Metric], str] = {
-    Euclidean: "euclidean", HilbertSchmidt: "euclidean", SquaredEuclidean: "squared", Sphere: "sphere", Hyperbolic: "hyperbolic",
+    Euclidean: "euclidean", HilbertSchmidt: "euclidean", SquaredEuclidean: "squared", Sphere: "sphere",
+    Hyperbolic: "hyperbolic",
 }  # fmt: skip
 
 

@@ -139,7 +139,8 @@ def block_length(decay: Tensor, usual: int) -> int:
     if torch.compiler.is_compiling():
         require_values(
             faded(usual) <= MOST_GROWTH,
-            f"attention: compiled, a past may fade by no more than e^-{MOST_GROWTH:g} over {usual} tokens. Run such decays without torch.compile.",
+            f"attention: compiled, a past may fade by no more than e^-{MOST_GROWTH:g} over {usual} tokens. "
+            "Run such decays without torch.compile.",
         )
         return usual
     size = usual

@@ -126,7 +126,8 @@ class _Sparse(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise PathError(
-                "attention: path 'sparse' makes its scores again in backward and has no second derivative. Use path='dense' where you need create_graph=True."
+                "attention: path 'sparse' makes its scores again in backward and has no second derivative. "
+                "Use path='dense' where you need create_graph=True."
             )
         q, k, v, y, least, whole = ctx.saved_tensors
         found, parts = ctx.found, ctx.parts

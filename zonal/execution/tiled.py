@@ -143,8 +143,8 @@ def _score(parts: Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _tile(
-    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: KeyRange, scratch: _Scratch,
-    least: Tensor | None = None,
+    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: KeyRange,
+    scratch: _Scratch, least: Tensor | None = None,
 ) -> _Tile:  # fmt: skip
     """least: what the rows' entries of K (or log K) may not be below, (B, H, t, 1)."""
     score = _score(parts, q, k, scratch)

@@ -110,13 +110,14 @@ def potentials(
     """
     operator = operator_of("potentials", operator)
     call = prepare(
-        operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, key_bias=key_bias,
-        query_mass=query_mass, key_mass=key_mass, start=start,
+        operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,
+        key_bias=key_bias, query_mass=query_mass, key_mass=key_mass, start=start,
     )  # fmt: skip
     anchor = cast(PlanAnchor, call.bound.anchor)
     if call.tags.family != "plan" or call.marginals is None:
         raise ArgumentError(
-            f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan())."
+            f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. "
+            "Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan())."
         )
     q, k, _ = _present(call)
     return _solved(_passes(call)(call, q, k), anchor, call.marginals, _column(call))
@@ -242,7 +243,8 @@ class _Torch:
             q.isfinite().all() and k.isfinite().all()
         ):  # a tile's row that is no number looks like one that sees nothing
             raise NonFiniteError(
-                f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q and k."
+                f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and "
+                "keys. Look for them in q and k."
             )
         score, seen = call.bound.score, replace(call.visibility, key_mask=None)
         self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bias.slope
@@ -321,7 +323,8 @@ class _Transport(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise PathError(
-                "attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. Use path='dense' with gradient='unrolled' where you need create_graph=True."
+                "attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. "
+                "Use path='dense' with gradient='unrolled' where you need create_graph=True."
             )
         q, k, v, col, log_mu, log_nu, y, f, g, log_m = ctx.saved_tensors
         if not log_mu.numel() or not log_nu.numel():
@@ -380,7 +383,8 @@ def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
     )
     if worst > _UNSOLVED:
         raise ConvergenceError(
-            f"{type(anchor).__name__}: the linear system of the gradient is solved to {worst:.2g} only, within limit={anchor.limit} iterations. Raise limit, make "
+            f"{type(anchor).__name__}: the linear system of the gradient is solved to {worst:.2g} only, "
+            f"within limit={anchor.limit} iterations. Raise limit, make "
             "scores smaller (a smaller scale, a larger temperature), or take what there is with on_limit='keep'."
         )
 

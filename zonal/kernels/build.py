@@ -30,8 +30,8 @@ SOURCES = (
 )
 # beside common.hpp
 _HEADERS = {
-    "tile": ("products.hpp",), "sums": ("sums.hpp",), "ridge": ("ridge.hpp",), "distance": ("products.hpp", "distance.hpp"),
-    "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
+    "tile": ("products.hpp",), "sums": ("sums.hpp",), "ridge": ("ridge.hpp",),
+    "distance": ("products.hpp", "distance.hpp"), "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
 }  # fmt: skip
 _WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # more than AVX2, which a processor that runs such a source has
@@ -85,8 +85,10 @@ def defines(code: Formula) -> str:
     """The link as what stands in front of the template."""
     low, high = code.domain or (0.0, 0.0)
     lines = {
-        "ZONAL_LOG": str(int(code.log)), "ZONAL_MAP": str(int(code.log and bool(code.cpp_value))), "ZONAL_CLAMP": str(int(code.domain is not None)), "ZONAL_LOW": f"{low!r}f",
-        "ZONAL_HIGH": f"{high!r}f", "ZONAL_VALUE": code.cpp_value or "x", "ZONAL_DERIVATIVE": code.cpp_derivative or "spread(1.f)", "ZONAL_BASE": code.cpp_base or "1.f",
+        "ZONAL_LOG": str(int(code.log)), "ZONAL_MAP": str(int(code.log and bool(code.cpp_value))),
+        "ZONAL_CLAMP": str(int(code.domain is not None)), "ZONAL_LOW": f"{low!r}f",
+        "ZONAL_HIGH": f"{high!r}f", "ZONAL_VALUE": code.cpp_value or "x",
+        "ZONAL_DERIVATIVE": code.cpp_derivative or "spread(1.f)", "ZONAL_BASE": code.cpp_base or "1.f",
     }  # fmt: skip
     if code.cpp_value == "horner(x, c, n)":
         lines["ZONAL_HORNER"] = "1"

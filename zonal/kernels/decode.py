@@ -61,8 +61,9 @@ class Decoder:
             ]
             tails = torch.tensor(counts, dtype=torch.int32, device="cpu")
         call = Arguments(_DECODER, {
-            "B": batch, "H": heads, "Hkv": kv_heads, "D": dim, "P": value_dim, "F": weights.shape[1], "degree": spec.degree, "lowest": spec.lowest,
-            "heads_weigh": weights.shape[0] > 1, "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
+            "B": batch, "H": heads, "Hkv": kv_heads, "D": dim, "P": value_dim, "F": weights.shape[1],
+            "degree": spec.degree, "lowest": spec.lowest, "heads_weigh": weights.shape[0] > 1,
+            "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
             "include_self": spec.include_self, "eps": spec.eps,
         })  # fmt: skip
         call.point("scale", scale.float().contiguous(), (heads,))
@@ -98,9 +99,11 @@ class Decoder:
         )
         dtype, (_, _, kv_heads, dim, value_dim) = q.dtype, self.spec.shape
         step = _STEP.pack(
-            address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
-            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, tokens, dtype is torch.bfloat16,
-            address(state, torch.float32, self._state), address(after, torch.float32, self._state), count, address(padding, torch.int64, (batch,)),
+            address(q, dtype, (batch, heads, tokens, dim), strided=True),
+            address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
+            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, tokens,
+            dtype is torch.bfloat16, address(state, torch.float32, self._state),
+            address(after, torch.float32, self._state), count, address(padding, torch.int64, (batch,)),
             address(y, dtype, (batch, heads, tokens, value_dim)),
         )  # fmt: skip
         failed = self._function(self._rules, step)

@@ -74,7 +74,8 @@ def _convolution(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Arguments:
     width, shapes = taps.shape[0], _part_shapes(x, spec)
     call = Arguments(_CONVOLUTION, {
         "B": batch, "T": length, "channels": channels, "width": width, "silu": spec.silu, "parts": len(shapes),
-        **{f"heads.{i}": spec.heads if i == 0 else 1 for i in range(_PARTS)}, **{f"widths.{i}": shape[-1] for i, shape in enumerate(shapes)},
+        **{f"heads.{i}": spec.heads if i == 0 else 1 for i in range(_PARTS)},
+        **{f"widths.{i}": shape[-1] for i, shape in enumerate(shapes)},
     })  # fmt: skip
     _point_at_rows(call, "x", dense_last(x, torch.float32), x.shape)
     call.point("taps", taps, (width, channels))
@@ -207,5 +208,6 @@ gated_norm = Op(
 )
 
 __all__ = [
-    "FAMILY", "WIDEST", "ConvolutionInputs", "ConvolutionSpec", "NormInputs", "NormSpec", "gated_norm", "short_convolution",
+    "FAMILY", "WIDEST", "ConvolutionInputs", "ConvolutionSpec", "NormInputs", "NormSpec", "gated_norm",
+    "short_convolution",
 ]  # fmt: skip

@@ -108,7 +108,8 @@ def say_once() -> None:
     """Warn that torch runs in the place of compiled kernels, at the first call that would have had one."""
     warnings.warn(
         "zonal: no C++ compiler was found, so torch runs in place of compiled CPU kernels, up to 8 times slower. "
-        "Install g++ or clang++ (or let CXX name a compiler), or install a wheel that carries the kernels (pip wheel .). "
+        "Install g++ or clang++ (or let CXX name a compiler), or install a wheel that carries the kernels "
+        "(pip wheel .). "
         f"{VARIABLE}=off runs torch without this warning.",
         MissingKernelsWarning,
         stacklevel=3,

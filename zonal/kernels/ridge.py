@@ -81,8 +81,8 @@ def _arguments(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Arguments:
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
     pair, places = (batch, kv_heads), seen.lo.shape[0]
     call = Arguments(_RIDGE, {
-        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "segments": seen.edges.shape[0] - 1,
-        "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
+        "segments": seen.edges.shape[0] - 1, "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
     })  # fmt: skip
     call.point("q", dense_last(q, torch.float32), (batch, heads, queries, dim), strides="qs")
     call.point("k", dense_last(k, torch.float32), (*pair, keys, dim), strides="ks")

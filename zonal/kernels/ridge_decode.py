@@ -83,10 +83,13 @@ class Stepper:
         rows = empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
         y, dtype = empty(batch, heads, tokens, value_dim, dtype=q.dtype), q.dtype
         step = _STEP.pack(
-            address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
-            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, batch, heads, kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
+            address(q, dtype, (batch, heads, tokens, dim), strided=True),
+            address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
+            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, batch, heads,
+            kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
             self._include_self, *self._rules, *sums, *(_NONE[:6] if after is None else self.places(after)), count,
-            address(padding, torch.int64, (batch,)), len(late), *late, *_NONE[len(late) :], 0 if rows is None else rows.data_ptr(), y.data_ptr(),
+            address(padding, torch.int64, (batch,)), len(late), *late, *_NONE[len(late) :],
+            0 if rows is None else rows.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         failed = self._function(step)
         if not failed:

@@ -100,7 +100,8 @@ def codes(functions: list[Function], tables: int) -> Tensor:
             sizes = (ctypes.c_int64(n) for n in (first, rows.shape[0], tokens, tables))
             kernel.zonal_sparse_hash(
                 ctypes.c_void_p(made.data_ptr()), *(ctypes.c_int64(n) for n in (wide, step, max(step, 1))),
-                ctypes.c_void_p(address(offsets, torch.float32, (tables * max(step, 1),))), ctypes.c_float(function.width), *sizes, at,
+                ctypes.c_void_p(address(offsets, torch.float32, (tables * max(step, 1),))),
+                ctypes.c_float(function.width), *sizes, at,
             )  # fmt: skip
         cells += 1 if offsets is None else max(step, 1)
     kernel.zonal_sparse_fold(ctypes.c_int64(cells), ctypes.c_int64(found.numel()), at)
@@ -142,8 +143,8 @@ def _arguments(inputs: SparseInputs, spec: SparseSpec) -> Arguments:
     factors, tables = spec.factors, inputs.order.shape[2]
     count = len(factors.kinds)
     call = Arguments(_SPARSE, {
-        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": width - 3 * count, "P": value_dim, "L": tables, "F": count,
-        "top": spec.top,
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": width - 3 * count, "P": value_dim,
+        "L": tables, "F": count, "top": spec.top,
     })  # fmt: skip
     shapes = inputs.q.shape, inputs.k.shape, (batch, kv_heads, keys, value_dim)
     for name, x, shape in zip("qkv", inputs[:3], shapes, strict=True):

@@ -203,9 +203,9 @@ def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, sha
     rows, by_key, features = seen.lo.shape[0], (batch, kv_heads, keys), table.left.shape
     call = Arguments(_SUMS, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "F": features[0],
-        "low": table.low_left.shape[0], "powers": powers, "segments": seen.edges.shape[0] - 1, "by_batch": rows > 1, "numbers": numbers,
-        "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split, "offset": keys - queries, "guards": spec.guards,
-        "shares": shares, "eps": spec.eps,
+        "low": table.low_left.shape[0], "powers": powers, "segments": seen.edges.shape[0] - 1, "by_batch": rows > 1,
+        "numbers": numbers, "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split,
+        "offset": keys - queries, "guards": spec.guards, "shares": shares, "eps": spec.eps,
     })  # fmt: skip
     q = dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1)
     k = dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1)
@@ -328,7 +328,8 @@ def backward(
     coefficients = by_head(dcoefficients)
     return (
         dq[0], dk[0], dv, None if dscale is None else dscale.sum(0),
-        None if coefficients is None else padded(coefficients, inputs.coefficients), by_head(dmonomials), dinitial, ddecay, counted,
+        None if coefficients is None else padded(coefficients, inputs.coefficients), by_head(dmonomials), dinitial,
+        ddecay, counted,
     )  # fmt: skip
 
 

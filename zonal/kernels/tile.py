@@ -76,10 +76,11 @@ def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
     """The numbers of ``Call`` that follow from shapes and rules."""
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
     return {
-        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "documents": inputs.documents,
-        "causal": spec.causal, "include_self": spec.include_self, "chunk": spec.chunk, "left": -1 if spec.left is None else spec.left,
-        "right": keys + queries if spec.right is None else spec.right, "numbers": inputs.coefficients.shape[1],
-        "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "eps": spec.eps, "split": 1, "places": torch.get_num_threads(),
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
+        "documents": inputs.documents, "causal": spec.causal, "include_self": spec.include_self, "chunk": spec.chunk,
+        "left": -1 if spec.left is None else spec.left, "right": keys + queries if spec.right is None else spec.right,
+        "numbers": inputs.coefficients.shape[1], "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise,
+        "eps": spec.eps, "split": 1, "places": torch.get_num_threads(),
     }  # fmt: skip
 
 
@@ -212,5 +213,6 @@ tile = Op(
 """y_t = factor_t sum_s l(S_ts) v_s as (y, factor, rest) of ``forward``."""
 
 __all__ = [
-    "CALL", "FAMILY", "SECOND", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at", "rows_and_keys", "tile",
+    "CALL", "FAMILY", "SECOND", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
+    "rows_and_keys", "tile",
 ]  # fmt: skip

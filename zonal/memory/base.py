@@ -372,7 +372,10 @@ class Memory(Readable):
     def __repr__(self) -> str:
         spans = [span.name for span in self.spans()]
         named = f", spans {spans}" if spans else ""
-        return f"{type(self).__name__}(operator {self.operator.name!r}, {self.count} tokens, {self.nbytes} bytes, form {self.form.shown()}{named})"
+        return (
+            f"{type(self).__name__}(operator {self.operator.name!r}, {self.count} tokens, {self.nbytes} bytes, "
+            f"form {self.form.shown()}{named})"
+        )
 
     @property
     def batch(self) -> int:
@@ -429,7 +432,10 @@ class Memory(Readable):
         for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
             required = (form.batch, form.heads, n, dim)
             if tuple(x.shape) != required:
-                shown = f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
+                shown = (
+                    f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, "
+                    f"{n if name == 'v' else 'any'}, {dim})"
+                )
                 raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
             if x.dtype not in FLOATS or x.device != form.device:
                 raise ArgumentError(
@@ -522,8 +528,7 @@ def undeclared(name: str) -> str:
 
 
 def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """log decay of each token, (B or 1, Hkv, n) float64, 0 on padding: what was given, else what the operator declares.
-    """
+    """The log decay per token, (B or 1, Hkv, n) in float64: ``given``, or what the operator declares. Padding has 0."""
     if given is not None:
         decay = given.double()
     elif bound.log_decay is not None:

@@ -90,8 +90,9 @@ class FadingStatistics(Memory):
 
         r, moves = operator.score.width(form.key_dim), anchor_of(operator).shifts > 0
         return cls(
-            operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r) + 1, zeros(), zeros(r, r) if moves else None,
-            zeros(r) if moves else None, zeros(r) if moves else None, torch.zeros(form.batch, dtype=torch.int64, device=form.device),
+            operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r) + 1, zeros(),
+            zeros(r, r) if moves else None, zeros(r) if moves else None, zeros(r) if moves else None,
+            torch.zeros(form.batch, dtype=torch.int64, device=form.device),
         )  # fmt: skip
 
     @property
@@ -113,8 +114,9 @@ class FadingStatistics(Memory):
         faded = z * later[..., None]
         back = given_back(directions(tokens.mask, self.real, n, r)[:, None], -r * torch.expm1(decay) * later, r)
         changed = {
-            "count": self.count + n, "padding": self.padding if absent is None else self.padding + absent, "total": self.total + whole,
-            "gram": self.gram * keep[..., None] + faded.mT @ z, "cross": self.cross * keep[..., None] + v.mT @ faded, "level": self.level * keep + back,
+            "count": self.count + n, "padding": self.padding if absent is None else self.padding + absent,
+            "total": self.total + whole, "gram": self.gram * keep[..., None] + faded.mT @ z,
+            "cross": self.cross * keep[..., None] + v.mT @ faded, "level": self.level * keep + back,
         }  # fmt: skip
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift * keep[..., None] + faded.mT @ previous_keys(z, tokens.mask, self.last)
@@ -158,7 +160,8 @@ class FadingStatistics(Memory):
         merged = replace(
             self, count=self.count + other.count, padding=self.padding + other.padding, total=self.total + other.total,
             gram=self.gram * keep[..., None] + other.gram, cross=self.cross * keep[..., None] + other.cross,
-            level=self.level * keep + turned(other.level - keep, self.real), borders=marks.after_merge(self._marked(), other._marked()),
+            level=self.level * keep + turned(other.level - keep, self.real),
+            borders=marks.after_merge(self._marked(), other._marked()),
         )  # fmt: skip
         if (
             self.shift is None
@@ -242,9 +245,9 @@ class FadingStatistics(Memory):
             return None if x is None else x.clone()
 
         return replace(
-            self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
-            last=own(self.last), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
-            borders=marks.copied(self.borders), parts=(),
+            self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(),
+            shift=own(self.shift), first=own(self.first), last=own(self.last), padding=self.padding.clone(),
+            seams=tuple(seam.clone() for seam in self.seams), borders=marks.copied(self.borders), parts=(),
         )  # fmt: skip
 
     def bytes_at(self, length: int) -> int:

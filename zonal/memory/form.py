@@ -22,7 +22,10 @@ class Form(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
     def shown(self) -> str:
-        return f"(batch {self.batch}, heads {self.heads}, key_dim {self.key_dim}, value_dim {self.value_dim}, {self.dtype}, {self.device})"
+        return (
+            f"(batch {self.batch}, heads {self.heads}, key_dim {self.key_dim}, value_dim {self.value_dim}, "
+            f"{self.dtype}, {self.device})"
+        )
 
 
 __all__ = ["FLOATS", "Form"]

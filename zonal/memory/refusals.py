@@ -21,13 +21,19 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
         return f"score {type(parts.score).__name__} is no dot product of prepared vectors"
     for prior in _priors(parts):
         if isinstance(prior, Window | ALiBi):
-            return f"prior {type(prior).__name__} weighs each past key by its distance, and a sum over keys has forgotten positions"
+            return (
+                f"prior {type(prior).__name__} weighs each past key by its distance, and a sum over keys has "
+                "forgotten positions"
+            )
     features = feature_map(parts.link)
     if features is None:
         return f"link {type(parts.link).__name__} has no finite feature map that is exact"
     size = features.dimension(parts.score.width(key_dim))
     if size > MAX_FEATURES:
-        return f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension {key_dim}, more than {MAX_FEATURES}"
+        return (
+            f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension "
+            f"{key_dim}, more than {MAX_FEATURES}"
+        )
     return None
 
 
@@ -40,13 +46,19 @@ def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
     score, link, anchor = parts.score, parts.link, parts.anchor
     if not score.plain or not link.linear:
-        what = f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
+        what = (
+            f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z "
+            "(Dot(scale=1) or Cosine(temperature=1) with link Identity)"
+        )
         if harmonics_of(parts) is None or key_dim < 2:
             return f"{what}, nor a polynomial of cosines with exact features"
         if isinstance(anchor, Ridge) and anchor.moving:
             return f"{what}, and over features of keys no ridge follows them"
     if width_of(parts, key_dim) > max(MAX_STATISTICS, key_dim):
-        return f"keys of {width_of(parts, key_dim)} features (head dimension {key_dim}) would make square matrices of that size, and no more than {MAX_STATISTICS} are kept"
+        return (
+            f"keys of {width_of(parts, key_dim)} features (head dimension {key_dim}) "
+            f"would make square matrices of that size, and no more than {MAX_STATISTICS} are kept"
+        )
     if any(isinstance(p, Window) for p in _priors(parts)):
         return "a window forgets keys one by one, and the statistics cannot"
     return None

@@ -66,8 +66,7 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
 
 
 def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
-    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho.
-    """
+    """The inverses of several memories as rows of one. None when a memory has no inverse, or rho differs."""
     found = [inverse for inverse in given if inverse is not None]
     if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
         return None

@@ -244,8 +244,7 @@ class Spanned(abc.ABC):
     def together(
         self, other: "Spanned", whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     ) -> Any:
-        """``whole``, which is this memory and then the other, with the parts of both; ``span`` names all of the other.
-        """
+        """``whole`` (this memory, then the other) with the parts of both. ``span`` names the whole of the other."""
         if not self.parts and not other.parts and span is None:
             return whole
         parts = list(self._closed(marks[0]))

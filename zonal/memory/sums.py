@@ -110,10 +110,10 @@ def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = 
 def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
     size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     width = form.value_dim + (1 if operator.tags.normalises else 0)
+    state = f"sums over {size} features for {form.batch} sequences of {form.heads} heads"
     device_memory.require(
-        "Memory", f"sums over {size} features for {form.batch} sequences of {form.heads} heads", _state_bytes(operator, form), form.device,
-        "Use fewer features or a smaller batch.",
-    )  # fmt: skip
+        "Memory", state, _state_bytes(operator, form), form.device, "Use fewer features or a smaller batch."
+    )
     state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
     return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
 
@@ -392,8 +392,8 @@ class DecayedSums(Memory):
         assert isinstance(other, DecayedSums)
         faded = self.state * other.total.exp().to(self.state)[..., None, None]
         return replace(
-            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state, total=self.total + other.total,
-            borders=marks.after_merge(self._marked(), other._marked()),
+            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state,
+            total=self.total + other.total, borders=marks.after_merge(self._marked(), other._marked()),
         )  # fmt: skip
 
     def _marked(self) -> marks.Marked:

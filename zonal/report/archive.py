@@ -131,7 +131,8 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
             damaged = archive.testzip()
         except _DAMAGED as error:
             raise FileFormatError(
-                f"report: {path} is not a whole archive ({error}). It was cut short or damaged; take another copy of it."
+                f"report: {path} is not a whole archive ({error}). "
+                "It was cut short or damaged; take another copy of it."
             ) from error
         if damaged is not None:
             raise FileFormatError(f"report: {path} is damaged at {damaged}. Take another copy of it.")

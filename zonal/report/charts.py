@@ -209,8 +209,13 @@ def strip(row: Row, metric: str, low: float, high: float, width: int = 132, heig
 
     dots = "".join(f'<circle cx="{place(value):.1f}" cy="{middle:.1f}" r="3.4"/>' for value in values)
     mean = place(math.fsum(values) / len(values))
-    words = f"Values of {len(values)} seed{'s' if len(values) > 1 else ''}: {', '.join(formats.number(value) for value in values)}"
+    words = (
+        f"Values of {len(values)} seed{'s' if len(values) > 1 else ''}: "
+        f"{', '.join(formats.number(value) for value in values)}"
+    )
     return (
-        f'<svg class="strip" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{words}"><title>{words}</title>'
-        f'<line x1="{margin}" x2="{width - margin}" y1="{middle}" y2="{middle}"/>{dots}<path d="M{mean:.1f} 3V{height - 3}"/></svg>'
+        f'<svg class="strip" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{words}"><title>{words}</title>'
+        f'<line x1="{margin}" x2="{width - margin}" y1="{middle}" y2="{middle}"/>{dots}<path d="M{mean:.1f} '
+        f'3V{height - 3}"/></svg>'
     )

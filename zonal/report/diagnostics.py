@@ -91,7 +91,8 @@ def _head(about: Mapping[str, Any], layer: int, head: int, path: Traversable) ->
     )
     if len(stored) != len(estimate):
         raise FileFormatError(
-            f"report: {path}: {where}: capacity has {len(stored)} numbers stored and {len(estimate)} estimates; they belong in pairs."
+            f"report: {path}: {where}: capacity has {len(stored)} numbers stored and {len(estimate)} estimates; "
+            "they belong in pairs."
         )
     leverage = _numbers(about.get("leverage", []), f"{where}: leverage", path)
     if any(not -1e-3 <= value <= 1 + 1e-3 for value in leverage):

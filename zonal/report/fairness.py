@@ -96,7 +96,8 @@ def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
             Flag(
                 "one rate",
                 (),
-                f"One learning rate was tried, {formats.rate(data.learning_rates[0])}: another may favour another operator.",
+                f"One learning rate was tried, {formats.rate(data.learning_rates[0])}: "
+                "another may favour another operator.",
             )
         )
     if shown and len(data.seeds) == 1:
@@ -140,7 +141,8 @@ def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     return Flag(
         "some seeds not learned",
         tuple(parts),
-        f"{formats.enumerate_names(list(parts.values()))} {verb} {_guess(data)}: that mean is of runs that learned and runs that did not.",
+        f"{formats.enumerate_names(list(parts.values()))} {verb} {_guess(data)}: that mean is of runs that learned and "
+        "runs that did not.",
     )
 
 
@@ -180,7 +182,10 @@ def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
         if stop is not None
         else ""
     )
-    sentence = f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few.label}, seed {least.seed}) to {formats.count(most.steps_done)} ({many.label}, seed {most.seed}){why}."
+    sentence = (
+        f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few.label}, "
+        f"seed {least.seed}) to {formats.count(most.steps_done)} ({many.label}, seed {most.seed}){why}."
+    )
     return Flag(
         "steps",
         tuple(row.operator for row in rows if any(run.steps_done < most.steps_done for run in row.runs)),
@@ -207,7 +212,8 @@ def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     return Flag(
         "edge",
         _specs(at),
-        f"Best learning rates lie at the edge of the {len(grid)} that were tried: {parts}. A rate beyond the edge may do better.",
+        f"Best learning rates lie at the edge of the {len(grid)} that were tried: {parts}. "
+        "A rate beyond the edge may do better.",
     )
 
 
@@ -222,7 +228,8 @@ def _parameters(rows: Sequence[Operator]) -> Flag | None:
     return Flag(
         "parameters",
         _specs([small, large]),
-        f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) to {formats.count(high)} ({large.label}).",
+        f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) "
+        f"to {formats.count(high)} ({large.label}).",
     )
 
 

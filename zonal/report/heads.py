@@ -48,7 +48,8 @@ def write(path: Path, heads: Heads) -> Path:
     values = context(heads)
     payload = page.script_json(values.pop("picture"))
     text = page.environment(autoescape=True).get_template("heads.html.j2").render(
-        **values, payload=payload, css=page.asset("page.css").decode(), script=page.script("heads.js"), plotly=page.plotly()
+        **values, payload=payload, css=page.asset("page.css").decode(), script=page.script("heads.js"),
+        plotly=page.plotly()
     )  # fmt: skip
     store.write_bytes(path, text.encode())
     return path
@@ -69,22 +70,36 @@ def context(given: Heads) -> dict[str, Any]:
     return {
         "title": "What the heads of a model score",
         "headline": headline(heads, rank),
-        "facts": [found["model"], f"{sequences} sequence{'s' if sequences > 1 else ''} of {found['tokens']} tokens", f"{len(heads)} heads, as layer.head", ", ".join(given.ledgers)],
-        "left_out": [f"Layer {layer['layer']} is left out: {layer['refused']}." for layer in found["layers"] if layer["refused"]],
+        "facts": [
+            found["model"],
+            f"{sequences} sequence{'s' if sequences > 1 else ''} of {found['tokens']} tokens",
+            f"{len(heads)} heads, as layer.head",
+            ", ".join(given.ledgers),
+        ],
+        "left_out": [
+            f"Layer {layer['layer']} is left out: {layer['refused']}." for layer in found["layers"] if layer["refused"]
+        ],
         "masked": any(bool(each["interaction"].isneginf().any()) for each in given.maps.values()),
         "refined": any(head["refined"] for head in heads),
         "height": 3 + 1.5 * len(heads),
         "shares": given.shares,
         "nats": given.nats,
         "layers": [layer["layer"] for layer in layers],
-        "heads": [{**head, "maps": [_titled(kind, each, rank) for kind, each in drawn[head["name"]].items()]} for head in heads],
+        "heads": [
+            {**head, "maps": [_titled(kind, each, rank) for kind, each in drawn[head["name"]].items()]}
+            for head in heads
+        ],
         "ledgers": given.ledgers,
         "made": given.command,
         "picture": {
-            "tokens": list(given.tokens), "maps": drawn,
-            "heads": [{**{key: head[key] for key in kept}, "spectrum": [round(share, 5) for share in head["spectrum"]]} for head in heads],
+            "tokens": list(given.tokens),
+            "maps": drawn,
+            "heads": [
+                {**{key: head[key] for key in kept}, "spectrum": [round(share, 5) for share in head["spectrum"]]}
+                for head in heads
+            ],
         },
-    }  # fmt: skip
+    }
 
 
 def headline(heads: Sequence[Mapping[str, Any]], rank: int) -> list[str]:
@@ -95,8 +110,10 @@ def headline(heads: Sequence[Mapping[str, Any]], rank: int) -> list[str]:
     rising = sorted(heads, key=lambda head: head["explained"][-1])
     least, most = rising[0], rising[-1]
     return [
-        f"On average over {len(heads)} heads {rows:.0%} of the evidence is the queries' own, {columns:.0%} the keys' own, and {interaction:.0%} interaction of queries with keys; weights do not see {gauge:.0%} (gauge).",
-        f"A dot product of rank {rank} explains from {least['explained'][-1]:.0%} (head {least['name']}) to {most['explained'][-1]:.0%} (head {most['name']}) of the interaction.",
+        f"On average over {len(heads)} heads {rows:.0%} of the evidence is the queries' own, {columns:.0%} the keys' "
+        f"own, and {interaction:.0%} interaction of queries with keys; weights do not see {gauge:.0%} (gauge).",
+        f"A dot product of rank {rank} explains from {least['explained'][-1]:.0%} (head {least['name']}) "
+        f"to {most['explained'][-1]:.0%} (head {most['name']}) of the interaction.",
     ]
 
 

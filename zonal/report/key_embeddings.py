@@ -78,7 +78,8 @@ def load(folder: Traversable) -> KeyEmbeddings | None:
         )
     if any(not 0 <= number < len(groups) for number in group):
         raise FileFormatError(
-            f"report: {path}: group must count the {len(groups)} names of groups from 0, got {min(group)} … {max(group)}."
+            f"report: {path}: group must count the {len(groups)} names of groups from 0, "
+            f"got {min(group)} … {max(group)}."
         )
     return KeyEmbeddings(groups, group, tokens, spaces)
 
@@ -93,8 +94,8 @@ def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
         "seed": seed, "groups": list(found.groups), "group": list(found.group), "tokens": list(found.tokens),
         "spaces": [
             {
-                "layer": space.layer, "head": space.head, "name": space.name, "curvature": space.curvature, "share": round(space.share, 3),
-                "x": [x for x, _ in space.points], "y": [y for _, y in space.points],
+                "layer": space.layer, "head": space.head, "name": space.name, "curvature": space.curvature,
+                "share": round(space.share, 3), "x": [x for x, _ in space.points], "y": [y for _, y in space.points],
             }
             for space in found.spaces
         ],

@@ -11,7 +11,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import archive, search
 
 KEPT = ("comparison.json", "search.json", "findings.json", "recipe.json")
-"""What stays a file of its own beside the archive; the pages and ``summary.json`` are made from these and from the runs."""
+"""Files kept beside the archive. The pages and ``summary.json`` are made from these files and from the runs."""
 ENDED = ("done", "failed")
 
 

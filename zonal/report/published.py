@@ -73,7 +73,8 @@ class Published:
             return cls(str(values["source"]), tables, recipe, tuple(map(str, values["notes"])))
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
-                f"report: {path}: 'published' is incomplete or damaged ({error!r}). Take it out of the file, or run the comparison again."
+                f"report: {path}: 'published' is incomplete or damaged ({error!r}). "
+                "Take it out of the file, or run the comparison again."
             ) from error
 
 

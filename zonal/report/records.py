@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Accuracy on one other task and length, named by its slices such as {"task": "needle", "pairs": 1, "length": 512}."""
+    """Accuracy on another task or length, named by slices such as {"task": "needle", "pairs": 1, "length": 512}."""
 
     slices: Mapping[str, int | str]
     accuracy: float
@@ -158,7 +158,8 @@ class ComparisonData:
 def _field(record: Mapping[str, Any], key: str, path: Traversable) -> Any:
     if key not in record:
         raise FileFormatError(
-            f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; run the comparison again."
+            f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; "
+            "run the comparison again."
         )
     return record[key]
 
@@ -248,7 +249,8 @@ def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
             if index == len(lines) - 1:
                 break
             raise FileFormatError(
-                f"report: {path}, line {index + 1} is not a metrics record ({error!r}). The file was damaged; run the comparison again."
+                f"report: {path}, line {index + 1} is not a metrics record ({error!r}). "
+                "The file was damaged; run the comparison again."
             ) from error
         loss = _number(record.get("loss"), "loss", path)
         if kind not in curves or loss is None:
@@ -342,7 +344,8 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
     folder = Path(directory)
     if not folder.is_dir():
         raise FileFormatError(
-            f"report: {folder} is not a folder. Required: the folder that `zonal compare` wrote (it holds comparison.json)."
+            f"report: {folder} is not a folder. "
+            "Required: the folder that `zonal compare` wrote (it holds comparison.json)."
         )
     path = folder / "comparison.json"
     if not path.is_file():
@@ -355,13 +358,15 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
     schema = _field(record, "schema", path)
     if schema != SCHEMA:
         raise FileFormatError(
-            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the report with the version that ran the comparison."
+            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. "
+            "Write the report with the version that ran the comparison."
         )
     with archive.opened(folder) as root:
         runs = tuple(_run(found) for found in _run_folders(root / "runs"))
     if not runs:
         raise FileFormatError(
-            f"report: {folder} has no runs yet (no runs/*/*/run.json). Run the comparison first: {record.get('command', 'zonal compare')}"
+            f"report: {folder} has no runs yet (no runs/*/*/run.json). "
+            f"Run the comparison first: {record.get('command', 'zonal compare')}"
         )
     operators = tuple(str(spec) for spec in _field(record, "operators", path))
     order = {spec: index for index, spec in enumerate(operators)}

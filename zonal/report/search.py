@@ -16,9 +16,15 @@ from zonal.report import formats, page, table
 SCHEMA = 1
 _SHOWN_CYCLES = 12
 _VERDICTS = {
-    "exact": "Yes, up to rounding: the sum of efforts around every cycle is 0, so one number a regime gives all of them. Where every edge was measured after the same number of steps it cannot be otherwise.",
+    "exact": (
+        "Yes, up to rounding: the sum of efforts around every cycle is 0, so one number a regime gives all of them. "
+        "Where every edge was measured after the same number of steps it cannot be otherwise."
+    ),
     "within the spread": "They may: no sum around a cycle differs from 0 by more than the spread over seeds.",
-    "beyond the spread": "No: some sums around cycles differ from 0 by more than the spread over seeds. What a move is worth depends on the way that led to it, and no single number a regime gives all efforts.",
+    "beyond the spread": (
+        "No: some sums around cycles differ from 0 by more than the spread over seeds. The worth of a move depends on "
+        "the path that led to it, and no single number per regime gives all efforts."
+    ),
     "not decidable": "With one seed nobody can say: sums around cycles are not 0, and their spread is unknown.",
     "no cycles": "Nothing can be said: no two ways lead from one regime to another among those that were tried.",
 }
@@ -52,7 +58,8 @@ def write(directory: str | os.PathLike[str]) -> SearchPaths:
         values = context(search, found, recipe)
     except (KeyError, IndexError, TypeError) as error:
         raise FileFormatError(
-            f"report: {folder} holds a search that cannot be read ({error!r}). It was edited or written by another version; search again."
+            f"report: {folder} holds a search that cannot be read ({error!r}). "
+            "It was edited or written by another version; search again."
         ) from error
     paths = SearchPaths(folder / "report.html", folder / "report.md")
     payload = page.script_json(values.pop("picture"))
@@ -77,7 +84,8 @@ def _read(path: Path) -> dict[str, Any]:
     schema = values.get("schema") if isinstance(values, dict) else None
     if not isinstance(values, dict) or schema != SCHEMA:
         raise FileFormatError(
-            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the page with the version that searched."
+            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. "
+            "Write the page with the version that searched."
         )
     return values
 
@@ -162,7 +170,10 @@ def headline(found: Mapping[str, Any]) -> list[str]:
     """What came of it, in a sentence or two."""
     regimes, rounds = found["regimes"], found["rounds"]
     accepted = sum(each["accepted"] for each in rounds)
-    walk = f"{len(rounds)} round{'s' if len(rounds) != 1 else ''}, {accepted} accepted; {len(regimes)} regimes were trained. It ended because {found['reason']}."
+    walk = (
+        f"{len(rounds)} round{'s' if len(rounds) != 1 else ''}, {accepted} accepted; "
+        f"{len(regimes)} regimes were trained. It ended because {found['reason']}."
+    )
     if found["winner"] is None:
         return ["No regime has been trained to the last rung yet.", walk]
     start, winner = regimes[0], regimes[found["winner"]]
@@ -179,7 +190,8 @@ def headline(found: Mapping[str, Any]) -> list[str]:
         )
         return [f"{who} than the start, {has}.", walk]
     return [
-        f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against {_cost(_last(start))} for the start, {start['label']}.",
+        f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against "
+        f"{_cost(_last(start))} for the start, {start['label']}.",
         walk,
     ]
 
@@ -258,12 +270,18 @@ def _potential(found: Mapping[str, Any]) -> list[str]:
     if turning["cycles"]:
         each = ", ".join(f"{share:.1%}" for share in turning["share_by_seed"])
         lines.append(
-            f"Of the squared efforts {turning['share']:.1%} circulate ({each} by seed, noise among it): the part that least squares leave when one number a regime is fitted to all "
-            f"{len(found['graph']['edges'])} moves. Its norm is {formats.number((turning['curl'] ** 2 + turning['harmonic'] ** 2) ** 0.5)} ({formats.number(turning['curl'])} around triangles, "
-            f"{formats.number(turning['harmonic'])} around longer cycles only) beside {formats.number(turning['gradient'])} of the gradient."
+            f"Of the squared efforts {turning['share']:.1%} circulate ({each} by seed, noise among it): "
+            "the part that least squares leave when one number a regime is fitted to all "
+            f"{len(found['graph']['edges'])} moves. "
+            f"Its norm is {formats.number((turning['curl'] ** 2 + turning['harmonic'] ** 2) ** 0.5)} "
+            f"({formats.number(turning['curl'])} around triangles, "
+            f"{formats.number(turning['harmonic'])} around longer cycles only) "
+            f"beside {formats.number(turning['gradient'])} of the gradient."
         )
         lines.append(
-            f"Edges were measured after {formats.enumerate_names([formats.count(steps) for steps in turning['steps']])} steps; intervals of cycle sums hold together at 95% "
+            "Edges were measured after "
+            f"{formats.enumerate_names([formats.count(steps) for steps in turning['steps']])} steps; "
+            "intervals of cycle sums hold together at 95% "
             f"({turning['level']:.2%} each)."
         )
     return lines
@@ -338,14 +356,21 @@ def picture(found: Mapping[str, Any]) -> dict[str, Any]:
         beside[step] += 1
         nodes.append(
             {
-                "x": step + (shift if step else 0.0), "y": rung["cost"]["mean"], "sd": rung["cost"]["deviation"], "last": rung["steps"] == most, "winner": index == found["winner"], "visited": index in visited,
-                "text": f"<b>{_escaped(regime['label'])}</b><br>{_cost(rung)} after {formats.count(rung['steps'])} steps",
+                "x": step + (shift if step else 0.0), "y": rung["cost"]["mean"], "sd": rung["cost"]["deviation"],
+                "last": rung["steps"] == most, "winner": index == found["winner"], "visited": index in visited,
+                "text": (
+                    f"<b>{_escaped(regime['label'])}</b><br>{_cost(rung)} after {formats.count(rung['steps'])} steps"
+                ),
             }
         )  # fmt: skip
     lines = [
         {
-            "from": place[edge["from"]], "to": place[edge["to"]], "walked": frozenset((edge["from"], edge["to"])) in walked,
-            "text": f"{_escaped(edge['text'])}<br>effort {_interval(edge['effort'])} after {formats.count(edge['steps'])} steps<br>circulating {_signed(edge['circulation'])}",
+            "from": place[edge["from"]], "to": place[edge["to"]],
+            "walked": frozenset((edge["from"], edge["to"])) in walked,
+            "text": (
+                f"{_escaped(edge['text'])}<br>effort {_interval(edge['effort'])} after {formats.count(edge['steps'])} "
+                f"steps<br>circulating {_signed(edge['circulation'])}"
+            ),
         }
         for edge in edges
     ]  # fmt: skip

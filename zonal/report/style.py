@@ -99,7 +99,8 @@ _VARIANTS = {
     ),
     "ska:1": (
         "SKA K=1",
-        "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. Constant memory.",
+        "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. "
+        "Constant memory.",
     ),
     "ska:2": ("SKA K=2", "as SKA K=1, two steps further."),
     "mixture": ("Mixture", "several geometries in one layer; each token decides how much of each it takes."),

@@ -262,7 +262,10 @@ def _words(
         best = unlearned[0].value(data.metric)
         assert best is not None
         assert data.guess is not None  # who is not learned has a value that was held against a guess
-        best_of = f"{unlearned[0].label} reaches {name} {formats.spread(best.mean, best.deviation)}, a guess {formats.number(data.guess.value)}"
+        best_of = (
+            f"{unlearned[0].label} reaches {name} {formats.spread(best.mean, best.deviation)}, "
+            f"a guess {formats.number(data.guess.value)}"
+        )
         return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (
             *note,
             *state,
@@ -284,7 +287,10 @@ def _words(
             f"{leader.label} and {second.label} have the same {name}, {formats.number(best.mean)}, with one seed."
         )
     elif not decided:
-        headline = f"{leader.label} has the best {name}: {figures}. With one seed nobody can say whether that is more than chance."
+        headline = (
+            f"{leader.label} has the best {name}: {figures}. "
+            "With one seed nobody can say whether that is more than chance."
+        )
     elif level:
         seeds = f"with {best.n} seeds"
         within = (
@@ -292,15 +298,22 @@ def _words(
         )
         headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
-            headline = f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+            headline = (
+                f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} "
+                f"are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+            )
     else:
-        headline = f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, is larger than the spread over seeds."
+        headline = (
+            f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, "
+            "is larger than the spread over seeds."
+        )
     if decided:
         notes = [_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts]
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
         notes = [
-            f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."
+            f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; "
+            "run more to know it."
         ]
     return headline, (*note, *notes, *_costs(rows, labels), *state)
 
@@ -308,7 +321,10 @@ def _words(
 def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:
     side = "behind" if verdict.behind >= 0 else "ahead of"
     if verdict.within is None or verdict.margin is None:
-        return f"{other} is {formats.difference(verdict.behind)} {side} {leader} in {name} with one seed in common; run more seeds to know the spread."
+        return (
+            f"{other} is {formats.difference(verdict.behind)} {side} {leader} in {name} with one seed in common; "
+            "run more seeds to know the spread."
+        )
     amount = f"{other} is {formats.margin(verdict.behind, verdict.margin)} {side} {leader} in {name}"
     if verdict.within:
         why = " (two seeds leave a wide interval)" if verdict.seeds == 2 else ""
@@ -328,7 +344,8 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
             notes.append(f"{fastest[0].label} trains fastest: {figures}.")
         else:
             notes.append(
-                f"{fastest[0].label} has the highest mean speed of training, {figures}, within the spread of these runs."
+                f"{fastest[0].label} has the highest mean speed of training, {figures}, "
+                "within the spread of these runs."
             )
     lengths = sorted({length for row in rows for length in row.memory_bytes})
     if len(lengths) > 1:
@@ -339,8 +356,10 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
             small, large = min(row.memory_bytes[last] for row in flat), max(row.memory_bytes[last] for row in growing)
             verb = "needs" if len(flat) == 1 else "need"
             notes.append(
-                f"{formats.enumerate_names([labels[row.operator] for row in flat])} {verb} the same memory at any length (from {formats.bytes_(small)} a sequence); "
-                f"{formats.enumerate_names([labels[row.operator] for row in growing])} up to {formats.bytes_(large)} at {formats.tokens(last)} tokens."
+                f"{formats.enumerate_names([labels[row.operator] for row in flat])} {verb} the same memory at any "
+                f"length (from {formats.bytes_(small)} a sequence); "
+                f"{formats.enumerate_names([labels[row.operator] for row in growing])} up to {formats.bytes_(large)} "
+                f"at {formats.tokens(last)} tokens."
             )
     return notes
 
@@ -370,7 +389,8 @@ def _state(data: ComparisonData) -> list[str]:
     states = {status: sum(run.status == status for run in data.runs) for status in ("failed", "stopped", "running")}
     if done + states["failed"] == total:
         return [
-            f"{states['failed']} of {total} runs failed; their messages are listed below. Means are over the seeds that finished."
+            f"{states['failed']} of {total} runs failed; their messages are listed below. "
+            "Means are over the seeds that finished."
         ]
     states["not started"] = total - done - sum(states.values())
     parts = ", ".join(f"{count} {status}" for status, count in states.items() if count > 0)

@@ -84,7 +84,7 @@ def _steps_to(row: Row, threshold: float) -> Cell:
 
 
 def target_loss(summary: Summary) -> float | None:
-    """The loss that tokens are counted to, where loss is the headline number: the lowest that every run shown reached."""
+    """The loss for counting tokens to a loss, when loss is the headline: the lowest that every run shown reached."""
     return (
         common_target([run.losses for row in summary.rows for run in row.runs])
         if summary.data.metric == "loss"

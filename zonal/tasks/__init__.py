@@ -13,6 +13,7 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Guess, Task
 from zonal.tasks.text import Text
 
 __all__ = [
-    "IGNORED", "MQAR", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "Paths", "Periodic", "Retrieval", "Segment", "Shape", "Stage", "Task", "Text",
-    "from_config", "grid", "multiquery_ar", "names", "resolve",
+    "IGNORED", "MQAR", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "Paths", "Periodic",
+    "Retrieval", "Segment", "Shape", "Stage", "Task", "Text", "from_config", "grid", "multiquery_ar", "names",
+    "resolve",
 ]  # fmt: skip

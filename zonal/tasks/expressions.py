@@ -135,7 +135,8 @@ class Expressions(Task):
         self.depths = tuple(depths)
         if not self.depths or min(self.depths) < 2 or max(self.depths) > DEEPEST or test_examples < 1 or seed < 0:
             raise ArgumentError(
-                f"Expressions: depths from 2 to {DEEPEST}, at least 1 test example and a seed of at least 0 are required, got depths={self.depths}, "
+                f"Expressions: depths from 2 to {DEEPEST}, at least 1 test example and a seed of at least 0 are "
+                f"required, got depths={self.depths}, "
                 f"test_examples={test_examples}, seed={seed}."
             )
         self.test_examples, self.seed, self.name = test_examples, seed, name
@@ -253,7 +254,10 @@ class Expressions(Task):
 
     def describe(self) -> str:
         depths = ", ".join(map(str, self.depths))
-        return f"S-expressions of depth {depths}: write the missing subtree of a tree whose heads say how it is read from another; {HEADS} heads, {ATOMS} atoms."
+        return (
+            f"S-expressions of depth {depths}: write the missing subtree of a tree whose heads say how it is read from "
+            f"another; {HEADS} heads, {ATOMS} atoms."
+        )
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, and the number of each token's group."""

@@ -89,11 +89,13 @@ class Retrieval(Task):
             or not all(stage.shapes for stage in self.stages)
         ):
             raise ArgumentError(
-                f"Retrieval: stages with shapes are required, the first from step 0 and each later than the one before, got starts {starts}."
+                "Retrieval: stages with shapes are required, the first from step 0 and each later than the one "
+                f"before, got starts {starts}."
             )
         if min(test_examples, transfer_examples) < 1 or seed < 0:
             raise ArgumentError(
-                f"Retrieval: at least 1 example of a shape and a seed of at least 0 are required, got test_examples={test_examples}, "
+                "Retrieval: at least 1 example of a shape and a seed of at least 0 are required, "
+                f"got test_examples={test_examples}, "
                 f"transfer_examples={transfer_examples}, seed={seed}."
             )
         self.name, self.vocab_size, self.seed = name, vocab_size, seed
@@ -151,9 +153,11 @@ class Retrieval(Task):
 
     def config(self) -> dict[str, Any]:
         return {
-            "task": "retrieval", "name": self.name, "vocab_size": self.vocab_size, "stages": [asdict(stage) for stage in self.stages],
-            "test_shapes": [asdict(shape) for shape in self.test_shapes], "transfer_shapes": [asdict(shape) for shape in self.transfer_shapes],
-            "test_examples": self.test_examples, "transfer_examples": self.transfer_examples, "seed": self.seed,
+            "task": "retrieval", "name": self.name, "vocab_size": self.vocab_size,
+            "stages": [asdict(stage) for stage in self.stages],
+            "test_shapes": [asdict(shape) for shape in self.test_shapes],
+            "transfer_shapes": [asdict(shape) for shape in self.transfer_shapes], "test_examples": self.test_examples,
+            "transfer_examples": self.transfer_examples, "seed": self.seed,
         }  # fmt: skip
 
     @classmethod
@@ -184,7 +188,10 @@ class Retrieval(Task):
         last = self.stages[-1].shapes
         steps = f", in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
-        return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.guess().value:.0%}{transfer}."
+        return (
+            f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context "
+            f"is right in {self.guess().value:.0%}{transfer}."
+        )
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         starts = torch.tensor(
@@ -207,4 +214,7 @@ def _named(shapes: Sequence[Shape]) -> str:
         return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
     kinds = ", ".join(dict.fromkeys(shape.kind for shape in shapes))
-    return f"{kinds} ({span([shape.pairs for shape in shapes], 'pairs')}, {span([shape.length for shape in shapes], 'tokens')})"
+    return (
+        f"{kinds} ({span([shape.pairs for shape in shapes], 'pairs')}, "
+        f"{span([shape.length for shape in shapes], 'tokens')})"
+    )

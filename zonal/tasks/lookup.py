@@ -29,7 +29,8 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, ch
 _TRAIN, _TEST, _CONTROL, _CELLS = range(4)
 ASK = 0
 LABELS = 8
-"""Labels there are for each in a context: what stands in it can then be learned before what belongs to what, as with values of associative recall."""
+"""Labels to draw from, per label used in a context. A model can first learn which labels the context holds, and then
+which label belongs to which candidate, as with the values of associative recall."""
 _TRIES = 200
 
 
@@ -60,7 +61,8 @@ class Lookup(Task):
     ) -> None:
         if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
             raise ArgumentError(
-                f"Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at least 0 are required, got pairs={pairs}, "
+                "Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at "
+                f"least 0 are required, got pairs={pairs}, "
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
             )
         self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = (
@@ -80,7 +82,8 @@ class Lookup(Task):
         )
         if not self.training or not self.tests:
             raise ArgumentError(
-                f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. Give fewer pairs, or a larger subset."
+                f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. "
+                "Give fewer pairs, or a larger subset."
             )
         self.length = max(self._size(cell) for cell in (*self.training, *self.tests))
 
@@ -171,8 +174,8 @@ class Lookup(Task):
 
     def config(self) -> dict[str, Any]:
         return {
-            "task": "lookup", "name": self.name, "source": self.source.config(), "pairs": self.pairs, "questions": self.questions,
-            "test_examples": self.test_examples, "seed": self.seed,
+            "task": "lookup", "name": self.name, "source": self.source.config(), "pairs": self.pairs,
+            "questions": self.questions, "test_examples": self.test_examples, "seed": self.seed,
         }  # fmt: skip
 
     @classmethod
@@ -181,8 +184,8 @@ class Lookup(Task):
         words.
         """
         return cls(
-            relations.source(config["source"]), pairs=config["pairs"], questions=config["questions"], test_examples=config["test_examples"],
-            seed=config["seed"], name=config["name"],
+            relations.source(config["source"]), pairs=config["pairs"], questions=config["questions"],
+            test_examples=config["test_examples"], seed=config["seed"], name=config["name"],
         )  # fmt: skip
 
     def guess(self) -> Guess:
@@ -193,7 +196,8 @@ class Lookup(Task):
         size = self.source.slices[1]
         sizes = sorted({cell.size for cell in self.tests})
         return (
-            f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
+            f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled "
+            f"candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
             f"a guess among labels in the context is right in {self.guess().value:.0%}."
         )
 

@@ -71,7 +71,8 @@ def _check(
     room = 2 * num_kv_pairs * (num_passes + 1)
     require(
         room <= input_seq_len,
-        f"{num_kv_pairs} pairs in {num_passes} pass(es) and their queries take {room} tokens; a length of {room} or more is",
+        f"{num_kv_pairs} pairs in {num_passes} pass(es) and their queries take {room} tokens; "
+        f"a length of {room} or more is",
         f"{input_seq_len}",
     )
     require(math.isfinite(power_a) and power_a != 0, "a finite power_a other than 0 is", f"{power_a}")
@@ -108,7 +109,8 @@ def _draw_gaps(stream: np.random.RandomState, rows: int, p: np.ndarray, size: in
     """
     if np.count_nonzero(p) < size:
         raise ArgumentError(
-            f"multiquery_ar: only {np.count_nonzero(p)} gaps have a probability above 0, {size} were required; use power_a nearer to 1."
+            f"multiquery_ar: only {np.count_nonzero(p)} gaps have a probability above 0, {size} were required; "
+            "use power_a nearer to 1."
         )
     gaps = np.empty((rows, size), dtype=np.int32)
     if size > _MANY_PAIRS:
@@ -149,8 +151,8 @@ def _draw_gaps(stream: np.random.RandomState, rows: int, p: np.ndarray, size: in
 
 
 def generate(
-    vocab_size: int, num_examples: int, input_seq_len: int, seed: int, power_a: float = 0.01, num_kv_pairs: int = 8, num_passes: int = 1,
-    random_non_queries: bool = True, noise_seed: int | None = None,
+    vocab_size: int, num_examples: int, input_seq_len: int, seed: int, power_a: float = 0.01, num_kv_pairs: int = 8,
+    num_passes: int = 1, random_non_queries: bool = True, noise_seed: int | None = None,
 ) -> Examples:  # fmt: skip
     """As ``multiquery_ar``, in the small form. About 13 µs a row at V = 512 and 100 µs at V = 8192 on one core."""
     _check("multiquery_ar", vocab_size, num_examples, input_seq_len, power_a, num_kv_pairs, num_passes)
@@ -181,8 +183,8 @@ def generate(
 
 
 def multiquery_ar(
-    vocab_size: int, num_examples: int, input_seq_len: int, seed: int, power_a: float = 0.01, num_kv_pairs: int = 8, num_passes: int = 1,
-    random_non_queries: bool = True, noise_seed: int | None = None,
+    vocab_size: int, num_examples: int, input_seq_len: int, seed: int, power_a: float = 0.01, num_kv_pairs: int = 8,
+    num_passes: int = 1, random_non_queries: bool = True, noise_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(inputs, labels), int64 (num_examples, input_seq_len), bit for bit those of zoology's function from the same
     arguments.
@@ -258,7 +260,8 @@ class MQAR(Task):
             test_segments = [Segment(*shape, 3_000 if test_examples is None else test_examples)]
         elif any(value is not None for value in single):
             raise ArgumentError(
-                "MQAR: give either length, pairs, train_examples and test_examples, or train_segments and test_segments, not both."
+                "MQAR: give either length, pairs, train_examples and test_examples, or train_segments and "
+                "test_segments, not both."
             )
         if not train_segments or not test_segments:
             raise ArgumentError("MQAR: at least one training and one test segment are required.")
@@ -336,8 +339,9 @@ class MQAR(Task):
     def config(self) -> dict[str, Any]:
         return {
             "task": "mqar", "name": self.name, "vocab_size": self.vocab_size,
-            "train_segments": [asdict(segment) for segment in self.train_segments], "test_segments": [asdict(segment) for segment in self.test_segments],
-            "power_a": self.power_a, "passes": self.passes, "random_non_queries": self.random_non_queries, "seed": self.seed,
+            "train_segments": [asdict(segment) for segment in self.train_segments],
+            "test_segments": [asdict(segment) for segment in self.test_segments], "power_a": self.power_a,
+            "passes": self.passes, "random_non_queries": self.random_non_queries, "seed": self.seed,
         }  # fmt: skip
 
     @classmethod
@@ -362,7 +366,10 @@ class MQAR(Task):
             sum(segment.examples for segment in segments) for segments in (self.train_segments, self.test_segments)
         )
         fillers = "random fillers" if self.random_non_queries else "blank fillers"
-        return f"Multi-query associative recall: {shapes}; vocabulary {self.vocab_size}, {fillers}; {train:,} training and {test:,} test sequences."
+        return (
+            f"Multi-query associative recall: {shapes}; vocabulary {self.vocab_size}, {fillers}; "
+            f"{train:,} training and {test:,} test sequences."
+        )
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         return ("filler", "key", "value"), (tokens > 0).long() + (tokens >= self.vocab_size // 2).long()

@@ -58,8 +58,10 @@ class Periodic(Task):
             or seed < 0
         ):
             raise ArgumentError(
-                "Periodic: numbers of frequencies of at least 1, at least 2 levels, 2 tokens and 1 test example, and a seed of at least 0 are required, got "
-                f"frequencies={self.frequencies}, vocab_size={vocab_size}, length={length}, test_examples={test_examples}, seed={seed}."
+                "Periodic: numbers of frequencies of at least 1, at least 2 levels, 2 tokens and 1 test example, "
+                "and a seed of at least 0 are required, got "
+                f"frequencies={self.frequencies}, vocab_size={vocab_size}, length={length}, "
+                f"test_examples={test_examples}, seed={seed}."
             )
         self.vocab_size, self.length, self.test_examples, self.seed, self.name = (
             vocab_size,
@@ -123,8 +125,8 @@ class Periodic(Task):
 
     def config(self) -> dict[str, Any]:
         return {
-            "task": "periodic", "name": self.name, "frequencies": list(self.frequencies), "vocab_size": self.vocab_size, "length": self.length,
-            "test_examples": self.test_examples, "seed": self.seed,
+            "task": "periodic", "name": self.name, "frequencies": list(self.frequencies), "vocab_size": self.vocab_size,
+            "length": self.length, "test_examples": self.test_examples, "seed": self.seed,
         }  # fmt: skip
 
     @classmethod
@@ -133,13 +135,16 @@ class Periodic(Task):
         words.
         """
         return cls(
-            config["frequencies"], vocab_size=config["vocab_size"], length=config["length"], test_examples=config["test_examples"], seed=config["seed"],
-            name=config["name"],
+            config["frequencies"], vocab_size=config["vocab_size"], length=config["length"],
+            test_examples=config["test_examples"], seed=config["seed"], name=config["name"],
         )  # fmt: skip
 
     def describe(self) -> str:
         counts = ", ".join(map(str, self.frequencies))
-        return f"Periodic signals: the next of {self.vocab_size} levels of a sum of {counts} waves without a common period, after {self.warm_up} to {self.length} values."
+        return (
+            f"Periodic signals: the next of {self.vocab_size} levels of a sum of {counts} waves without a common "
+            f"period, after {self.warm_up} to {self.length} values."
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The levels as numbers."""

@@ -143,7 +143,8 @@ def _iclr24_figure_2(name: str, given: Given) -> MQAR:
     length = given.get("length", 64)
     if length not in _ICLR24_ROWS:
         raise ArgumentError(
-            f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}."
+            f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; "
+            f"got {length}."
         )
     pairs = _ICLR24_ROWS[length]
     return MQAR(
@@ -209,23 +210,61 @@ _LOOKUP_ARGUMENTS = ("subset", "pairs", "questions", "test_examples", "seed")
 
 _TASKS = {
     "mqar": _Entry("multi-query associative recall with the numbers you give", _MQAR_ARGUMENTS, _single),
-    "mqar-demo": _Entry("vocabulary 512, 64 tokens, 4 pairs, blank fillers; 40,000 training sequences", _MQAR_ARGUMENTS, _single),
-    "mqar-8k": _Entry("vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS, _single),
-    "mqar-based-fig2": _Entry("figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs", ("seed",), _based_figure_2),
-    "mqar-iclr24-fig2": _Entry(
-        "figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples"), _iclr24_figure_2
+    "mqar-demo": _Entry(
+        "vocabulary 512, 64 tokens, 4 pairs, blank fillers; 40,000 training sequences", _MQAR_ARGUMENTS, _single
     ),
-    **{name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS, _retrieval) for name, kind in KINDS.items() if name != "mqar"},
+    "mqar-8k": _Entry(
+        "vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS, _single
+    ),
+    "mqar-based-fig2": _Entry(
+        "figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs",
+        ("seed",),
+        _based_figure_2,
+    ),
+    "mqar-iclr24-fig2": _Entry(
+        "figure 2 of the Zoology paper (ICLR 2024); length chooses its row: 64, 128, 256 or 512",
+        ("length", "train_examples", "test_examples"),
+        _iclr24_figure_2,
+    ),
+    **{
+        name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS, _retrieval)
+        for name, kind in KINDS.items()
+        if name != "mqar"
+    },
     "mqar-gap": _Entry(f"retrieval: {KINDS['mqar'].about}", _RETRIEVAL_ARGUMENTS, _retrieval),
-    "mqar-grid": _Entry("mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens", _MIXED_ARGUMENTS, _mqar_grid),
-    "mixed": _Entry("system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens", _MIXED_ARGUMENTS, _mixed),
+    "mqar-grid": _Entry(
+        "mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens",
+        _MIXED_ARGUMENTS,
+        _mqar_grid,
+    ),
+    "mixed": _Entry(
+        "system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens",
+        _MIXED_ARGUMENTS,
+        _mixed,
+    ),
     "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS, _mixed),
-    "sexpr": _Entry("the missing subtree of S-expressions of depth 5, 10 and 15, written out", ("depth", "test_examples", "seed"), _expressions),
-    "hypernyms": _Entry("which candidate is an ancestor in WordNet; tested on pairs that were never trained", (*_LOOKUP_ARGUMENTS, "closure"), _hypernyms),
-    "paths": _Entry("which candidate is at the end of 1 to 4 relations of WordNet; tested on sequences that were never trained", (*_LOOKUP_ARGUMENTS, "hops"), _paths),
-    "periodic": _Entry("the next value of a sum of 1, 2, 4 and 8 waves without a common period", ("frequencies", "vocab_size", "length", "test_examples", "seed"), _periodic),
+    "sexpr": _Entry(
+        "the missing subtree of S-expressions of depth 5, 10 and 15, written out",
+        ("depth", "test_examples", "seed"),
+        _expressions,
+    ),
+    "hypernyms": _Entry(
+        "which candidate is an ancestor in WordNet; tested on pairs that were never trained",
+        (*_LOOKUP_ARGUMENTS, "closure"),
+        _hypernyms,
+    ),
+    "paths": _Entry(
+        "which candidate is at the end of 1 to 4 relations of WordNet; tested on sequences that were never trained",
+        (*_LOOKUP_ARGUMENTS, "hops"),
+        _paths,
+    ),
+    "periodic": _Entry(
+        "the next value of a sum of 1, 2, 4 and 8 waves without a common period",
+        ("frequencies", "vocab_size", "length", "test_examples", "seed"),
+        _periodic,
+    ),
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS, _text),
-}  # fmt: skip
+}
 
 
 def names() -> dict[str, str]:
@@ -269,9 +308,10 @@ def resolve(
         key: value
         for key, value in (
             ("data", data), ("tokenizer", tokenizer), ("length", length), ("validation_fraction", validation_fraction),
-            ("evaluation_bytes", evaluation_bytes), ("max_bytes", max_bytes), ("vocab_size", vocab_size), ("pairs", pairs),
-            ("train_examples", train_examples), ("test_examples", test_examples), ("power_a", power_a),
-            ("random_non_queries", random_non_queries), ("seed", seed), ("train_fraction", train_fraction), ("depth", depth), ("subset", subset),
+            ("evaluation_bytes", evaluation_bytes), ("max_bytes", max_bytes), ("vocab_size", vocab_size),
+            ("pairs", pairs), ("train_examples", train_examples), ("test_examples", test_examples),
+            ("power_a", power_a), ("random_non_queries", random_non_queries), ("seed", seed),
+            ("train_fraction", train_fraction), ("depth", depth), ("subset", subset),
             ("closure", closure), ("hops", hops), ("questions", questions), ("frequencies", frequencies),
         )
         if value is not None

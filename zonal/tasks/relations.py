@@ -141,7 +141,10 @@ class Ancestors(Source):
             sum(len(pairs) for cell, pairs in self._pairs.items() if cell.group == group)
             for group in ("held out", "trained")
         )
-        return f"which candidate is above a word in WordNet's tree of {self.subset} ({self.entities:,} synsets); {trained:,} pairs trained, {held:,} held out"
+        return (
+            f"which candidate is above a word in WordNet's tree of {self.subset} ({self.entities:,} synsets); "
+            f"{trained:,} pairs trained, {held:,} held out"
+        )
 
 
 RELATIONS = ("kind-of", "has-kind", "member-of", "has-member")
@@ -257,7 +260,8 @@ class Paths(Source):
             for group in ("trained", "unseen")
         )
         return (
-            f"which candidate is at the end of 1 to {self.most} relations from a word, among WordNet's {self.subset} and their groups ({self.entities:,} synsets); "
+            f"which candidate is at the end of 1 to {self.most} relations from a word, among WordNet's {self.subset} "
+            f"and their groups ({self.entities:,} synsets); "
             f"{trained} sequences of relations trained, {unseen} never seen"
         )
 

@@ -240,35 +240,77 @@ def _questions(pairs: int) -> int:
 
 
 KINDS: dict[str, Kind] = {
-    "mqar": Kind("every key of a list of pairs is asked after a gap", lambda n: 5 * n - 1, _mqar, lambda n: (n, 1), lambda n: 1 / n),
+    "mqar": Kind(
+        "every key of a list of pairs is asked after a gap",
+        lambda n: 5 * n - 1,
+        _mqar,
+        lambda n: (n, 1),
+        lambda n: 1 / n,
+    ),
     "system-prompt": Kind(
         "variables set at the start are asked after a scratchpad of noise",
-        lambda n: 2 * n + 2 + 3 * _questions(n) - 1, partial(_system_prompt, distractors=False), lambda n: (n, 1), lambda n: 1 / n,
+        lambda n: 2 * n + 2 + 3 * _questions(n) - 1,
+        partial(_system_prompt, distractors=False),
+        lambda n: (n, 1),
+        lambda n: 1 / n,
     ),
     "system-prompt-distractors": Kind(
         "as system-prompt, with assignments of other variables in the scratchpad",
-        lambda n: 4 * n + 2 + 3 * _questions(n) - 1, partial(_system_prompt, distractors=True), lambda n: (2 * n, 1), lambda n: 1 / (2 * n),
+        lambda n: 4 * n + 2 + 3 * _questions(n) - 1,
+        partial(_system_prompt, distractors=True),
+        lambda n: (2 * n, 1),
+        lambda n: 1 / (2 * n),
     ),
     "tool-trace": Kind(
-        "results of calls by several agents and tools are asked", lambda n: 5 * n + 6 * _questions(n) - 1, _tool_trace, lambda n: (4 * _side(n), 1), lambda n: 1 / n
+        "results of calls by several agents and tools are asked",
+        lambda n: 5 * n + 6 * _questions(n) - 1,
+        _tool_trace,
+        lambda n: (4 * _side(n), 1),
+        lambda n: 1 / n,
     ),
-    "needle": Kind("pairs at any depth of a haystack, one is asked", lambda n: 2 * n + 2, _needle, lambda n: (n, 1), lambda n: 1 / n),
-    "two-hop": Kind("a key leads to a key that leads to a value", lambda n: 4 * n + 2, partial(_two_hop, written=False), lambda n: (2 * n, 1), lambda n: 1 / n),
-    "two-hop-written": Kind("as two-hop, with the first hop written out", lambda n: 4 * n + 5, partial(_two_hop, written=True), lambda n: (2 * n, 1), lambda n: 1 / n),
+    "needle": Kind(
+        "pairs at any depth of a haystack, one is asked",
+        lambda n: 2 * n + 2,
+        _needle,
+        lambda n: (n, 1),
+        lambda n: 1 / n,
+    ),
+    "two-hop": Kind(
+        "a key leads to a key that leads to a value",
+        lambda n: 4 * n + 2,
+        partial(_two_hop, written=False),
+        lambda n: (2 * n, 1),
+        lambda n: 1 / n,
+    ),
+    "two-hop-written": Kind(
+        "as two-hop, with the first hop written out",
+        lambda n: 4 * n + 5,
+        partial(_two_hop, written=True),
+        lambda n: (2 * n, 1),
+        lambda n: 1 / n,
+    ),
     "common-word": Kind(
-        "which word of a list stands most often", lambda n: 2 * (n + MOST_COMMON - 1) + 2, _common_word, lambda n: (0, n), lambda n: MOST_COMMON / (n + MOST_COMMON - 1)
+        "which word of a list occurs most often",
+        lambda n: 2 * (n + MOST_COMMON - 1) + 2,
+        _common_word,
+        lambda n: (0, n),
+        lambda n: MOST_COMMON / (n + MOST_COMMON - 1),
     ),
     **{
         f"offset-{offset}": Kind(
-            f"the word {offset} after the one that is asked", lambda n: n + 2, partial(_offset, offset=offset), lambda n: (n - n // 2, n // 2), lambda n: 1 / n
+            f"the word {offset} after the one that is asked",
+            lambda n: n + 2,
+            partial(_offset, offset=offset),
+            lambda n: (n - n // 2, n // 2),
+            lambda n: 1 / n,
         )
         for offset in OFFSETS
     },
-}  # fmt: skip
+}
 
 
 def check(kind: str, pairs: int, length: int, words: Words) -> None:
-    """Raises: ArgumentError when no sequence of this kind, with so many pairs and tokens, can be made of these words."""
+    """Raises: ArgumentError when these words cannot form a sequence of this kind with so many pairs and tokens."""
     found = KINDS[kind]
     if pairs < 1:
         raise ArgumentError(f"Retrieval: at least 1 pair is required, got {pairs}.")
@@ -278,11 +320,13 @@ def check(kind: str, pairs: int, length: int, words: Words) -> None:
     for name, needed, there in (("keys", keys, len(words.keys)), ("values", values, len(words.values))):
         if needed > there:
             raise ArgumentError(
-                f"Retrieval: {kind} with {pairs} pairs requires {needed} {name}, a vocabulary of {words.size} has {there}. Give a larger one."
+                f"Retrieval: {kind} with {pairs} pairs requires {needed} {name}, a vocabulary of {words.size} has "
+                f"{there}. Give a larger one."
             )
     if found.size(pairs) > length:
         raise ArgumentError(
-            f"Retrieval: {kind} with {pairs} pairs takes {found.size(pairs)} tokens; a length of that or more is required, got {length}."
+            f"Retrieval: {kind} with {pairs} pairs takes {found.size(pairs)} tokens; "
+            f"a length of that or more is required, got {length}."
         )
 
 

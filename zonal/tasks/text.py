@@ -92,7 +92,8 @@ class Text(Task):
         self.vocab_size = self.tokenizer.vocab_size
         if content is not None and content != self.corpus.sha256:
             raise FileFormatError(
-                f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). Bring the old text back or start a new run."
+                f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). "
+                "Bring the old text back or start a new run."
             )
         self.split = _split(self.corpus, self.tokenizer.token_bytes, validation_fraction)
         unread = 1 - train_fraction * (1 - validation_fraction)
@@ -114,8 +115,10 @@ class Text(Task):
                 )
                 enough = math.ceil(needed / share) + 1
                 raise FileFormatError(
-                    f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} {self.tokenizer.name} tokens, one sequence of "
-                    f"length {self.length} takes {needed}. Give about {enough} tokens of text or more, or a smaller length."
+                    f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} "
+                    f"{self.tokenizer.name} tokens, one sequence of "
+                    f"length {self.length} takes {needed}. Give about {enough} tokens of text or more, "
+                    "or a smaller length."
                 )
 
     def _count_windows(self) -> int:
@@ -178,8 +181,9 @@ class Text(Task):
 
     def config(self) -> dict[str, Any]:
         return {
-            "task": "text", "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name, "length": self.length,
-            "validation_fraction": self.validation_fraction, "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
+            "task": "text", "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name,
+            "length": self.length, "validation_fraction": self.validation_fraction,
+            "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
             "train_fraction": self.train_fraction, "content": self.corpus.sha256,
         }  # fmt: skip
 
@@ -205,7 +209,8 @@ class Text(Task):
         evaluated = self._windows * self.length
         part = "" if self.train_fraction == 1 else f" ({self.train_fraction:.0%} of {self.split:,})"
         return (
-            f"{kind} language modelling of {self.title}: {self.train_end:,} training tokens{part}, {self.corpus.count - self.split:,} validation tokens "
+            f"{kind} language modelling of {self.title}: {self.train_end:,} training tokens{part}, "
+            f"{self.corpus.count - self.split:,} validation tokens "
             f"({evaluated:,} evaluated), sequences of {self.length}."
         )
 
@@ -249,7 +254,8 @@ def _load(source: str, tokenizer: str | None, max_bytes: int | None) -> tuple[st
         corpus = open_corpus(folder)
         if tokenizer is not None and tokenizer != corpus.tokenizer:
             raise ArgumentError(
-                f"Text: the corpus {folder} has {corpus.tokenizer} tokens, tokenizer={tokenizer!r} was asked for. Leave the tokenizer out or give the text."
+                f"Text: the corpus {folder} has {corpus.tokenizer} tokens, tokenizer={tokenizer!r} was asked for. "
+                "Leave the tokenizer out or give the text."
             )
         return folder.as_posix(), corpus.source, corpus, tokenizers.resolve(corpus.tokenizer)
     opened = open_source(source)

@@ -121,7 +121,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         known = {each.name for each in dataclasses.fields(Progress)}
         if not known - _LATER <= set(header["progress"]) <= known:
             raise FileFormatError(
-                f"train: {path} was written by another version of this library. Use that version, or another folder to start anew."
+                f"train: {path} was written by another version of this library. "
+                "Use that version, or another folder to start anew."
             )
         progress = Progress(**header["progress"])
         if min(progress.step, progress.tokens, progress.evaluated, progress.metrics_bytes, progress.threads - 1) < 0:
@@ -150,7 +151,8 @@ def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
         identity = header["config"]["identity"]
         if "model" not in identity:
             raise FileFormatError(
-                f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`."
+                f"load_model: {path} does not say which model it holds. "
+                "Required: a checkpoint written by `zonal train` or `zonal compare`."
             )
         config = ModelConfig.from_dict(identity["model"])
         weights = _section(tensors, "model/")
@@ -186,7 +188,8 @@ def _same_shapes(path: Path, found: dict[str, Tensor], required: dict[str, Tenso
             )
         if found[name].shape != required[name].shape:
             raise FileFormatError(
-                f"train: {path} has {name!r} of shape {tuple(found[name].shape)}, the model needs {tuple(required[name].shape)}."
+                f"train: {path} has {name!r} of shape {tuple(found[name].shape)}, "
+                f"the model needs {tuple(required[name].shape)}."
             )
 
 

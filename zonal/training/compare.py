@@ -153,7 +153,8 @@ class Comparison:
         try:
             model = build(self.spec.model_for(run.operator), run.seed).to(self.spec.device)
             return train(
-                model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name, label=run.label, threads=self.threads
+                model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name,
+                label=run.label, threads=self.threads
             )  # fmt: skip
         except (FileWriteError, FolderInUseError):
             raise

@@ -129,7 +129,8 @@ def check(layers: Iterable[str], call: str) -> None:
     """Refuse a curriculum for layers none of which has gates. Raises: ArgumentError beginning with ``call``."""
     if not any(has_gates(mechanisms.resolve(spec)) for layer in layers for spec in operators_in(layer)):
         raise ArgumentError(
-            f"{call}: a curriculum opens the gates of distances, and no operator here has any. Give one that has, such as rewa(gates=(0.0, 1.0, 0.0))."
+            f"{call}: a curriculum opens the gates of distances, and no operator here has any. "
+            "Give one that has, such as rewa(gates=(0.0, 1.0, 0.0))."
         )
 
 

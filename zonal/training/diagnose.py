@@ -74,7 +74,10 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
                 ]
                 if gradients:
                     name = gradients[0]
-                    return f"the gradient that reaches the output of layer {name!r} ({kinds[name]}) is not finite, and nothing nearer the loss is"
+                    return (
+                        f"the gradient that reaches the output of layer {name!r} ({kinds[name]}) is not finite, "
+                        "and nothing nearer the loss is"
+                    )
                 if bad:
                     return f"the gradient of parameter {bad[-1]!r} is not finite, those of all layers' outputs are"
     finally:
@@ -82,4 +85,7 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
             handle.remove()
         for name, parameter in model.named_parameters():
             parameter.grad = saved[name]
-    return "the same batch run again is finite: the computation is not deterministic on this device, or the sum of all parts overflows"
+    return (
+        "the same batch run again is finite: the computation is not deterministic on this device, "
+        "or the sum of all parts overflows"
+    )

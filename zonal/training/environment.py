@@ -90,7 +90,8 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise ArgumentError(
-            f"train: the folder {folder} cannot be opened ({error.strerror}). Mend its rights, or choose another folder."
+            f"train: the folder {folder} cannot be opened ({error.strerror}). "
+            "Mend its rights, or choose another folder."
         ) from error
     try:
         deadline = time.monotonic() + wait
@@ -103,7 +104,8 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
                     raise
                 if time.monotonic() >= deadline:
                     raise FolderInUseError(
-                        f"train: {folder} is in use by another process. Wait until it ends, stop it, or choose another folder."
+                        f"train: {folder} is in use by another process. "
+                        "Wait until it ends, stop it, or choose another folder."
                     ) from error
                 time.sleep(0.1)
         yield
@@ -118,7 +120,8 @@ def _refuse_links(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise ArgumentError(
-                f"train: {path} is a symbolic link, and the files of a run lie in its folder. Remove the link, or put the file in its place."
+                f"train: {path} is a symbolic link, and the files of a run lie in its folder. "
+                "Remove the link, or put the file in its place."
             )
 
 
@@ -228,7 +231,8 @@ def check_device(name: str) -> torch.device:
         raise ArgumentError(f"device: {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
-            f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. Use 'cpu', or a CUDA build of torch on a machine with a GPU."
+            f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. "
+            "Use 'cpu', or a CUDA build of torch on a machine with a GPU."
         )
     return device
 

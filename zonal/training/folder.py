@@ -30,7 +30,8 @@ def claimed(
         if difference is not None:
             name, old, new = difference
             raise ArgumentError(
-                f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
+                f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. "
+                "Use the same settings to go on "
                 f"(or `zonal {call} --resume {directory}`), choose another folder, or delete this one."
             )
         return stored

@@ -47,7 +47,8 @@ def kept(directory: Path, size: int, digest: str) -> bytes:
         raise FileFormatError(f"train: {path} cannot be read ({error.strerror}).") from error
     if len(found) < size:
         raise FileFormatError(
-            f"train: {path} has {len(found)} bytes, the checkpoint beside it was written after {size}. The file was shortened; remove the folder to run it anew."
+            f"train: {path} has {len(found)} bytes, the checkpoint beside it was written after {size}. "
+            "The file was shortened; remove the folder to run it anew."
         )
     if (size and not found.endswith(b"\n")) or digest not in ("", hashlib.sha256(found).hexdigest()):
         raise FileFormatError(

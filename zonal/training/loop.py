@@ -339,8 +339,8 @@ class _Run:
         geometry = inspect.geometry(self.model)
         self.log.append(
             {
-                "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics,
-                **({"geometry": geometry} if geometry else {}),
+                "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds,
+                **metrics, **({"geometry": geometry} if geometry else {}),
             }
         )  # fmt: skip
         self._judge(metrics)

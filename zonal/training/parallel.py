@@ -90,7 +90,10 @@ class _Worker:
         if not said.strip():
             return f"its process ended with status {code}"
         write_bytes(log, said)
-        return f"its process ended with status {code}: {said.decode(errors='replace').strip().splitlines()[-1]} (all of it is in {log})"
+        return (
+            f"its process ended with status {code}: {said.decode(errors='replace').strip().splitlines()[-1]} (all of "
+            f"it is in {log})"
+        )
 
     def close(self) -> None:
         """End the process, gently first."""

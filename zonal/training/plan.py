@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What was decided, and from which measurements; part of comparison.json, so that a resume decides nothing again."""
+    """The numbers of steps, and the measurements behind them. comparison.json keeps it, so that a resume reuses it."""
 
     steps: int
     timings: dict[str, Timing]
@@ -137,8 +137,10 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
         needed = (spent + estimate(spec, timings, least, jobs)) / SAFETY
         runs = len(spec.operators) * len(spec.seeds) * len(spec.learning_rates)
         raise ArgumentError(
-            f"compare: a budget of {spec.budget_seconds:g} s is too small for {least} updates in each of {runs} runs; about {math.ceil(needed)} s "
-            "are needed. Give more time, or fewer seeds, learning rates or operators, a smaller batch, or a smaller model."
+            f"compare: a budget of {spec.budget_seconds:g} s is too small for {least} updates in each of {runs} runs; "
+            f"about {math.ceil(needed)} s "
+            "are needed. Give more time, or fewer seeds, learning rates or operators, a smaller batch, "
+            "or a smaller model."
         )
     low, high = least, most
     while low < high:

@@ -1,4 +1,4 @@
-"""run.json: what a run is, how far it came, and what it found. One flat object, written atomically, read by the report."""
+"""run.json: the definition, progress and results of one run. A flat object, written atomically, which reports read."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a comparison compares: operators × learning rates × seeds on one task in one model, as a value with a JSON form."""
+"""A comparison's specification: operators × learning rates × seeds on one task and model, with a JSON form."""
 
 import json
 import re

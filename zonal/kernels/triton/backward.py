@@ -95,9 +95,10 @@ def through_norm(grad, raw, along, square, eps):
 
 @triton.jit
 def add_queries(
-    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges,
-    sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
+    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+    coefficients, edges, sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    CUT: tl.constexpr,
 ):  # fmt: skip
     """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys. Tiles lie on their side: (keys, queries)."""
     s = first_key + tl.arange(0, KEYS)
@@ -164,16 +165,19 @@ def keys_kernel(
     dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy,
+        q_inverse, factor, delta, scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS,
+        KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
     )  # fmt: skip
     dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, kv_head, q, dy, q_inverse, factor,
+        delta, scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH,
+        STRIDE, False,
     )  # fmt: skip
     dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta,
+        scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE,
+        True,
     )  # fmt: skip
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
@@ -203,9 +207,9 @@ def add_powers(sums, x, g, LEARNED: tl.constexpr):
 
 @triton.jit
 def add_keys(
-    dq, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-    value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
-    KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+    dq, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c,
+    sizes, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr,
+    LEARNED: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, stop) to the gradients of a block of queries."""
     line = batch * (sizes.heads // sizes.groups) + kv_head
@@ -235,9 +239,10 @@ def add_keys(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dy, dq, dscale, dcoefficients, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
-    value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    q, k, v, dy, dq, dscale, dcoefficients, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges,
+    sizes, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr,
+    LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, and its part of the sums dscale (B, H, blocks) and dcoefficients (B, H, blocks, LEARNED)."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
@@ -271,8 +276,9 @@ def queries_kernel(
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
         grad, sums = add_keys(
-            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
-            key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
+            k, v, k_inverse, key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH,
+            True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
     grad, sums = add_keys(

@@ -89,7 +89,8 @@ MASKS: dict[str, Mask] = {
 # masks that ask for least and for most; the link with most to hold: six coefficients and their gradients
 _ENDS, _FULLEST = ("causal", "all"), "horner"
 _TYPES = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -284,7 +285,8 @@ def summary(rows: list[Compiled]) -> str:
     for row in rows:
         groups.setdefault((row.kernel, row.dtype, row.dim, row.device), []).append(row)
     lines = [
-        "| kernel | type | d | sm | tiles (queries x keys) | warps | stages | registers | stack | spills | shared KB | compiled |",
+        "| kernel | type | d | sm | tiles (queries x keys) | warps | stages | registers | stack | spills | shared "
+        "KB | compiled |",
         "|" + "---|" * 12,
     ]
     for (kernel, dtype, dim, device), found in groups.items():

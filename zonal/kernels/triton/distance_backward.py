@@ -120,8 +120,8 @@ def pull_part(
 
 @triton.jit
 def pull(
-    sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACROSS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the gradients of parts FIRST to LAST of the points of a, and of their weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
     found = ()
@@ -269,9 +269,9 @@ def distance_keys_kernel(
 
 @triton.jit
 def distance_queries_kernel(
-    q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
-    metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask,
+    edges, sizes, metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, of parts FIRST to LAST, the gradient of their weights (B, H, T, terms), and where LEARNED its part of dcoefficients
     (B, H, blocks, 3 waves)."""

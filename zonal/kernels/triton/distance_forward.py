@@ -17,8 +17,9 @@ from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys,
 
 @triton.jit
 def distance_forward_kernel(
-    q, k, v, y, factor, totals, masses, tops, query_notes, key_notes, weights, coefficients, key_mask, key_counts, edges, sizes, splits, length,
-    metric: tl.constexpr, traits: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, k, v, y, factor, totals, masses, tops, query_notes, key_notes, weights, coefficients, key_mask, key_counts,
+    edges, sizes, splits, length, metric: tl.constexpr, traits: tl.constexpr, SPLIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. SPLIT: keys [i length, (i + 1) length) alone, whose sums go to totals (B, H, T, splits, P), masses and tops."""
     blocks = tl.cdiv(sizes.queries, QUERIES)

@@ -366,8 +366,8 @@ def broadcast(weight, ACROSS: tl.constexpr):
 
 @triton.jit
 def tile_of(
-    a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
-    FIRST: tl.constexpr = 0, LAST: tl.constexpr = 0,
+    a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACROSS: tl.constexpr, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 0,
 ):  # fmt: skip
     """(log K but for waves, of parts FIRST to LAST (marked gap, whether any pair is close), the dot product). ACROSS: the weights are of b."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -497,7 +497,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
 def constants(call: DistanceCall, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
     """What both passes' kernels are compiled for."""
     return {
-        "metric": call.metric, "traits": call.tiles.traits, "QUERIES": tiling.queries, "KEYS": tiling.keys, "VALUE_WIDTH": padded(v.shape[3]),
+        "metric": call.metric, "traits": call.tiles.traits, "QUERIES": tiling.queries, "KEYS": tiling.keys,
+        "VALUE_WIDTH": padded(v.shape[3]),
     }  # fmt: skip
 
 

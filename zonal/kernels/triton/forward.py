@@ -54,7 +54,8 @@ def exponentials(x, total, mass, top, traits: tl.constexpr):
 @triton.jit
 def absorb(
     total, mass, top, q, gain, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-    value: tl.constexpr, traits: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+    value: tl.constexpr, traits: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    CUT: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, stop) to the sums of a block of queries.
 
@@ -114,8 +115,8 @@ def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr
 @triton.jit
 def forward_kernel(
     q, k, v, y, factor, scale, coefficients, q_inverse, k_inverse, key_mask, key_counts, edges, sizes,
-    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. STRIDE: numbers a head in ``coefficients``."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
@@ -144,8 +145,8 @@ def forward_kernel(
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
         total, mass, top = absorb(
-            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
+            key_mask, c, sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
     total, mass, top = absorb(
@@ -165,8 +166,8 @@ def forward_kernel(
 @triton.jit
 def decode_kernel(
     q, k, v, totals, masses, tops, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes, splits, length,
-    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys [i length, (i + 1) length) of one key head, for up to QUERIES rows of all query heads that share it: row r is head r // T, query r % T.
 
@@ -210,16 +211,16 @@ def decode_kernel(
     whole = tl.maximum(inner, tl.minimum(stop, hi_first) // KEYS * KEYS)
     if traits.edged:
         total, mass, top = absorb(
-            total, mass, top, q_tile, gain[:, None], lo, hi, begin, inner, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, top, q_tile, gain[:, None], lo, hi, begin, inner, batch, kv_head, k, v, k_inverse, key_mask, c,
+            sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     total, mass, top = absorb(
-        total, mass, top, q_tile, gain[:, None], lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+        total, mass, top, q_tile, gain[:, None], lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c,
+        sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
     )  # fmt: skip
     total, mass, top = absorb(
-        total, mass, top, q_tile, gain[:, None], lo, hi, whole, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        total, mass, top, q_tile, gain[:, None], lo, hi, whole, stop, batch, kv_head, k, v, k_inverse, key_mask, c,
+        sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     part = slot * splits + split
     tl.store(masses + part, mass, mask=inside)

@@ -43,7 +43,8 @@ def solved(x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.con
 
 @triton.jit
 def moved_back(
-    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
     """Each row times the transpose of its A_t."""
     tokens = shape.keys
@@ -54,8 +55,8 @@ def moved_back(
 
 @triton.jit
 def rows_back_kernel(
-    q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block. u of the first is the gradient of scale q."""
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
@@ -87,7 +88,8 @@ def rows_back_kernel(
 
 @triton.jit
 def row_sums_kernel(
-    dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, SLICE: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
     """What the queries of one block bring to the keys before it: sums of u x^T, dy x^T and, of the step before, u x^T."""
     index = tl.program_id(0)
@@ -121,8 +123,8 @@ def against(x, rows, seen):
 
 @triton.jit
 def keys_back_kernel(
-    dy, xs, us, v, rows, dz, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    dy, xs, us, v, rows, dz, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some keys of one block, but for what steps bring, and of values. state: the sums of later blocks."""
     index, tile = tl.program_id(0) // (BLOCK // ROWS), tl.program_id(0) % (BLOCK // ROWS)
@@ -166,8 +168,8 @@ def keys_back_kernel(
 
 @triton.jit
 def steps_back_kernel(
-    xs, us, rows, dz, dearlier, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    xs, us, rows, dz, dearlier, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the steps M bring to some keys of one block and to those before each."""
     index, tile = tl.program_id(0) // (BLOCK // ROWS), tl.program_id(0) % (BLOCK // ROWS)

@@ -15,7 +15,8 @@ from zonal.kernels.triton.tiles import tile_rows
 
 @triton.jit
 def moved_on(
-    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
     """Each row times its A_t: M_t P_t x."""
     tokens = shape.keys
@@ -45,8 +46,8 @@ def block_of_queries(scale, table, shape):
 
 @triton.jit
 def read_kernel(
-    q, y, rows, start, cut, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, y, rows, start, cut, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The queries of one head that start from one block."""
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)

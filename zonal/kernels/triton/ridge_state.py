@@ -260,8 +260,8 @@ def lowered(
 
 @triton.jit
 def factor_kernel(
-    v, rows, near, rest, roots, start, cut, table, shape, SHIFTED: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    v, rows, near, rest, roots, start, cut, table, shape, SHIFTED: tl.constexpr, ROWS: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The rows of one block (``PreparedKeys``). near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read again.
 

@@ -39,8 +39,8 @@ def placed(part, first, ROWS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def strip_gradient(
-    a, b, rows, number, place, line, border, row, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    a, b, rows, number, place, line, border, row, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr,
+    LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(gradient of a (ROWS, LEFT), of b (ROWS, BLOCK)) from those of their products: M rows + m number."""
     slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
@@ -61,8 +61,8 @@ def part_of(width: int, kind: tl.dtype) -> int:
 
 @triton.jit
 def vector_gradient(
-    rows, number, place, line, border, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    rows, number, place, line, border, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(ROWS, KEY_WIDTH): what the features that are the vector itself get."""
     row = place.pairs * (BLOCK * BLOCK)
@@ -102,11 +102,11 @@ def constant_mass(place, line, border, width, BLOCK: tl.constexpr, KEY_WIDTH: tl
 
 @triton.jit
 def read_back_kernel(
-    q, k, v, dy, dq, place, border_of, dscale, dcoefficients, dweights, factor, delta, scale, coefficients, weights, q_inverse, k_inverse, key_mask,
-    edges, fade_rows, fade_keys, sizes, from_border, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr,
-    FADED: tl.constexpr, LEARNED: tl.constexpr,
-    LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    q, k, v, dy, dq, place, border_of, dscale, dcoefficients, dweights, factor, delta, scale, coefficients, weights,
+    q_inverse, k_inverse, key_mask, edges, fade_rows, fade_keys, sizes, from_border, value: tl.constexpr,
+    derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, LEARNED: tl.constexpr,
+    LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, and its part of the sums dscale (B, H, blocks), dcoefficients (B, H, blocks, LEARNED), dweights (B, H, blocks, 3)."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
@@ -202,17 +202,20 @@ def read_back_kernel(
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
         grad, sums = add_keys(
-            grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
-            k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, outer,
+            tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, fade_keys, c, sizes, value,
+            derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
     grad, sums = add_keys(
         grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head,
-        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS,
+        KEY_WIDTH, VALUE_WIDTH, False,
     )  # fmt: skip
     grad, sums = add_keys(
         grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head,
-        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS,
+        KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     for j in tl.static_range(LEARNED):
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
@@ -232,8 +235,9 @@ def read_back_kernel(
 
 @triton.jit
 def keys_back_kernel(
-    q, k, v, dy, dk, dv, counted, place, known_keys, readers, seeing, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges,
-    fade_rows, fade_keys, sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    q, k, v, dy, dk, dv, counted, place, known_keys, readers, seeing, factor, delta, scale, coefficients, q_inverse,
+    k_inverse, key_mask, edges, fade_rows, fade_keys, sizes, value: tl.constexpr, derivative: tl.constexpr,
+    traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys. place: the sums that come back from borders; known_keys, readers: ``keys``, ``queries`` of ``Borders``.
@@ -329,16 +333,19 @@ def keys_back_kernel(
         whole = tl.maximum(inner, stop // QUERIES * QUERIES)
     gain = gain[:, None]
     dk_tile, dv_tile, lost = add_queries(
-        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy,
-        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop),
+        batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value,
+        derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
     )  # fmt: skip
     dk_tile, dv_tile, lost = add_queries(
-        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, inner, tl.minimum(whole, stop), batch, kv_head, q, dy,
-        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
+        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, inner, tl.minimum(whole, stop),
+        batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value,
+        derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
     )  # fmt: skip
     dk_tile, dv_tile, lost = add_queries(
         dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, whole, stop, batch, kv_head, q, dy,
-        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED,
+        QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
     )  # fmt: skip
     if traits.key_mask:
         real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
@@ -435,8 +442,9 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         rows = None if spec.anchor == "row" else (dy.double() * y).sum(-1)
         ddecay = decay_gradient(given, counted.double(), rows, dfinal, final)
     return (
-        dq.sum_to_size(given.q.shape), dk.sum_to_size(given.k.shape), dv, dscale, padded(dcoefficients, coefficients) if learned else None,
-        dweights[:, : monomials.shape[1]], dinitial, ddecay, counted,
+        dq.sum_to_size(given.q.shape), dk.sum_to_size(given.k.shape), dv, dscale,
+        padded(dcoefficients, coefficients) if learned else None, dweights[:, : monomials.shape[1]], dinitial, ddecay,
+        counted,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible
 
 @triton.jit
 def read(
-    q, place, batch, head, kv_line, first, there, border, gain, c, rows, sizes, like, traits: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr,
-    BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, place, batch, head, kv_line, first, there, border, gain, c, rows, sizes, like, traits: tl.constexpr,
+    ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(sums (ROWS, VALUE_WIDTH) of w psi(q) M, (ROWS,) of w psi(q) m) at a border. gain (ROWS,): of q. c: three numbers. rows: strips to read, 0 = none."""
     total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
@@ -50,8 +50,8 @@ def read(
 
 @triton.jit
 def read_rest(
-    total, mass, q, place, batch, head, kv_line, first, there, border, gain, c, sizes, like, traits: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    total, mass, q, place, batch, head, kv_line, first, there, border, gain, c, sizes, like, traits: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The same of the vectors themselves and of 1."""
     width = sizes.value_dim
@@ -72,8 +72,9 @@ def read_rest(
 
 @triton.jit
 def read_kernel(
-    q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges, fade_rows, fade_keys,
-    sizes, from_border, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges,
+    fade_rows, fade_keys, sizes, from_border, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr,
+    LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. from_border: the first one whose sums are not all zero. factor: written for the row anchor, else read."""
@@ -98,13 +99,14 @@ def read_kernel(
     known = tl.minimum(border * place.chunk, sizes.keys)
     there = row < sizes.queries
     total, mass = read(
-        q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, tl.where(reads, place.pairs * (BLOCK // LEFT), 0), sizes, v,
-        traits, QUERIES, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH,
+        q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3,
+        tl.where(reads, place.pairs * (BLOCK // LEFT), 0), sizes, v, traits, QUERIES, LEFT, BLOCK, KEY_WIDTH,
+        VALUE_WIDTH,
     )  # fmt: skip
     if reads:
         total, mass = read_rest(
-            total, mass, q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, sizes, v, traits, QUERIES, BLOCK, KEY_WIDTH,
-            VALUE_WIDTH,
+            total, mass, q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, sizes, v,
+            traits, QUERIES, BLOCK, KEY_WIDTH, VALUE_WIDTH,
         )  # fmt: skip
     whole_mark, rest_mark = mass, mass
     if FADED:
@@ -121,17 +123,17 @@ def read_kernel(
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
         total, mass = add_values(
-            total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask,
-            fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
+            k, v, k_inverse, key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
     total, mass = add_values(
-        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask,
-        fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
+        key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
     )  # fmt: skip
     total, mass = add_values(
-        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask,
-        fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
+        key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     if traits.anchor == "row":
         by = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
@@ -164,7 +166,8 @@ def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),
             (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
-             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes, int(inputs.initial is None)),
+             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes,
+             int(inputs.initial is None)),
             {"value": tile.functions.value, "traits": tile.traits, "FADED": call.faded, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
              "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
             strips.tiling(),

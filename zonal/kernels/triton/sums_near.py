@@ -30,9 +30,9 @@ def fading(row_whole, row_rest, key_whole, key_rest):
 
 @triton.jit
 def add_values(
-    total, mass, q_tile, gain, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, fade_keys, c, sizes,
-    value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    CUT: tl.constexpr,
+    total, mass, q_tile, gain, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, fade_keys,
+    c, sizes, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, stop) to the sums of a block of queries: total (rows, P) = sum K v, and for the row anchor mass (rows,) = sum K, of the
     same rounded K. CUT: the tiles hold keys that some query does not see."""
@@ -61,9 +61,10 @@ def add_values(
 
 @triton.jit
 def add_keys(
-    dq, sums, q_tile, dy_tile, gain, kept, taken, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, fade_keys, c, sizes,
-    value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, FADED: tl.constexpr,
-    KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+    dq, sums, q_tile, dy_tile, gain, kept, taken, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse,
+    key_mask, fade_keys, c, sizes, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr,
+    traits: tl.constexpr, LEARNED: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, stop) to the gradients of a block of queries; kept and taken (rows, 1): of ``row_terms``."""
     line = batch * (sizes.heads // sizes.groups) + kv_head
@@ -98,9 +99,10 @@ def add_keys(
 
 @triton.jit
 def add_queries(
-    dk, dv, lost, k_tile, v_tile, key_gain, key_whole, key_rest, first_key, begin, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-    coefficients, edges, fade_rows, sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
+    dk, dv, lost, k_tile, v_tile, key_gain, key_whole, key_rest, first_key, begin, stop, batch, kv_head, q, dy,
+    q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value: tl.constexpr,
+    derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys. Tiles lie on their side: (keys, queries).
 

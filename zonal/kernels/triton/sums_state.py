@@ -160,8 +160,8 @@ def against_sums(
 
 @triton.jit
 def token_terms(
-    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens, place, traits: tl.constexpr,
-    OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
+    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens,
+    place, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(which tokens are there, what their vectors are multiplied by, what their features are, what they bring for v = 1)."""
     row = first + tl.arange(0, ROWS)
@@ -188,9 +188,9 @@ def token_terms(
 
 @triton.jit
 def absorb_kernel(
-    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, fade, sizes, tokens, heads, groups, from_border,
-    traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, fade, sizes, tokens, heads, groups,
+    from_border, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr,
+    ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What tokens bring to one strip of a key head's sums at one border: of keys psi(k) [v, 1], of queries w psi(q) [dy, -delta] factor.
 
@@ -217,8 +217,8 @@ def absorb_kernel(
         head = kv_head * groups + index // tl.maximum(blocks, 1)
         first = start + index % tl.maximum(blocks, 1) * ROWS
         there, gain, kept, number = token_terms(
-            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens, place,
-            traits, OF_KEYS, FADED, ROWS,
+            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges,
+            fade, groups, sizes, tokens, place, traits, OF_KEYS, FADED, ROWS,
         )  # fmt: skip
         row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, VALUE_WIDTH)
         if SQUARES:
@@ -453,8 +453,8 @@ def absorb(
             absorb_kernel,
             programs,
             (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums), call.borders.keys if of_keys else call.borders.queries,
-             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights, call.borders.edges,
-             call.fade.keys if of_keys else call.fade.rows, tile.sizes,
+             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights,
+             call.borders.edges, call.fade.keys if of_keys else call.fade.rows, tile.sizes,
              x.shape[2], x.shape[1], x.shape[1] // kv_heads, from_border),
             {"traits": tile.traits, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares, "ROWS": strips.rows, "LEFT": call.left(strips), **call.widths()},
             strips.tiling(),

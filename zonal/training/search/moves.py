@@ -21,7 +21,8 @@ from zonal.report import style
 from zonal.training.search.regime import Regime, canonical, operator_of, written
 
 SCORES = (
-    "dot", "dot(scale=1.0, key_limit=1.0)", "dot(scale=1.0, map='elu1')", "cosine", "cosine(temperature=0.1, learn_temperature=True)", "negative_distance",
+    "dot", "dot(scale=1.0, key_limit=1.0)", "dot(scale=1.0, map='elu1')", "cosine",
+    "cosine(temperature=0.1, learn_temperature=True)", "negative_distance",
 )  # fmt: skip
 FEATURES = (
     "features(features='positive_random(draws=64, orthogonal=True)', scaled=True)",
@@ -180,8 +181,8 @@ def _with(
 ) -> Operator:
     """The operator with some parts swapped; what a layer does for its anchor (norms, starts) follows the new one."""
     return regime(
-        score or part_spec(operator.score), link or part_spec(operator.link), anchor or part_spec(operator.anchor), tuple(part_spec(p) for p in operator.prior),
-        operator.qk_dim if rank is None else rank,
+        score or part_spec(operator.score), link or part_spec(operator.link), anchor or part_spec(operator.anchor),
+        tuple(part_spec(p) for p in operator.prior), operator.qk_dim if rank is None else rank,
     )  # fmt: skip
 
 
@@ -226,7 +227,8 @@ def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
     def sized(size: int) -> Operator:
         if model.qk_dim is not None:
             raise ArgumentError(
-                f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks for; leave its qk_dim out"
+                f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks "
+                "for; leave its qk_dim out"
             )
         return _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
 
@@ -250,7 +252,7 @@ _SLOTS: dict[str, Callable[[Operator, ModelConfig], Proposed]] = {
 
 
 def _placements(start: Regime, palette: Sequence[str]) -> Iterator[Move | Skipped]:
-    """Neighbouring layers that are unlike change places; one layer takes what another has, or what the palette offers."""
+    """Swaps of neighbouring layers that differ, and layers replaced by another layer's operator or by the palette's."""
     layers = start.layers
     if len(layers) == 1:
         yield Skipped("placement", "placement", "a model of one layer has one place")

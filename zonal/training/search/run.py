@@ -155,7 +155,8 @@ class Search:
             if isinstance(event, events.Planned | events.ComparisonFinished | events.Measuring):
                 return
             inner = getattr(event, "run", None)
-            emit(event if inner is None else replace(event, run=f"{folder.relative_to(self.directory)}/{inner}"))  # type: ignore[call-arg]
+            name = f"{folder.relative_to(self.directory)}/{inner}"
+            emit(event if inner is None else replace(event, run=name))  # type: ignore[call-arg]
 
         try:
             result = Comparison(folder, self.spec.comparison(regime, steps)).run(
@@ -207,7 +208,8 @@ class _Walk:
             self._evaluate([current], steps, 0, current)
         if self.outcomes[current][spec.steps[-1]].costs is None:
             raise ArgumentError(
-                f"search: the start, {current.label}, could not be trained: {self.outcomes[current][spec.steps[-1]].message}"
+                f"search: the start, {current.label}, could not be trained: "
+                f"{self.outcomes[current][spec.steps[-1]].message}"
             )
         for number in range(1, spec.rounds + 1):
             if current not in self.judged:
@@ -310,8 +312,9 @@ class _Walk:
         assert self.search.threads is not None
         items = {json.dumps(regime.to_dict()): regime for regime in regimes}
         ended = parallel.each(
-            functools.partial(_trial, str(self.search.directory.resolve()), steps), list(items), workers=self.workers, threads=self.search.threads,
-            folder=self.search.directory / "ray", finished=lambda item: self._tell(items[item], steps),
+            functools.partial(_trial, str(self.search.directory.resolve()), steps), list(items), workers=self.workers,
+            threads=self.search.threads, folder=self.search.directory / "ray",
+            finished=lambda item: self._tell(items[item], steps),
         )  # fmt: skip
         refused = {
             items[item]: Outcome((), None, values["message"])

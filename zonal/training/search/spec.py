@@ -83,7 +83,8 @@ class SearchSpec:
         self._require(
             "rungs",
             self.training.steps >= least,
-            f"few enough that the first has a step: {self.training.steps} steps allow {_most_rungs(self.training.steps, self.eta)}",
+            f"few enough that the first has a step: {self.training.steps} steps allow "
+            f"{_most_rungs(self.training.steps, self.eta)}",
         )
         self._require("seeds", bool(self.seeds) and len(set(self.seeds)) == len(self.seeds), "at least one, each once")
         self._require("measure", self.measure in get_args(Measure), "'metric', 'loss' or 'steps'")

@@ -18,7 +18,8 @@ def required(workers: int) -> None:
     """Raise ArgumentError, naming the extra, where Ray Tune is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("ray", "pyarrow", "pandas")):
         raise ArgumentError(
-            f"search: {workers} workers need Ray Tune, which is not installed. Install it with pip install 'zonal[{EXTRA}]', or search with one worker."
+            f"search: {workers} workers need Ray Tune, which is not installed. "
+            f"Install it with pip install 'zonal[{EXTRA}]', or search with one worker."
         )
 
 
@@ -87,7 +88,8 @@ def each(
     for result in tuner.fit():
         if result.error is not None:
             raise ZonalError(
-                f"search: a worker ended with an error ({result.error}). What it had done is kept; run the same again to go on."
+                f"search: a worker ended with an error ({result.error}). "
+                "What it had done is kept; run the same again to go on."
             )
         if result.config and result.metrics and "status" in result.metrics:
             found[result.config["item"]] = result.metrics
