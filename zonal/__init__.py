@@ -1,6 +1,4 @@
-"""Zonal: attention operators declared by their parts, planned onto the cheapest exact path, and used as layers, models
-and memories.
-"""
+"""Zonal: attention operators declared by their parts and run by the cheapest path, in layers, models and memories."""
 
 from zonal import mechanisms, nn
 from zonal.algebra import Operator, anchor, hashing, ledger, link, metric, prior, score

@@ -95,38 +95,40 @@ def attention(
     key_mass: Tensor | None = None,
     start: Potentials | None = None,
 ) -> Tensor | tuple[Tensor, Memory]:
-    """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest path: exact, or where the operator
-    declares a search, an approximation of it.
+    """y_t = sum_s W_ts v_s with W = A(B l(S)) for a declared operator, by the cheapest path.
+
+    S is the score, l the link, B the prior and A the anchor. The result is exact, unless the operator declares a
+    search.
 
     Args:
-        q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. With one head of q and one of k all
-            heads of v share them. One floating type; statistics, sums and polynomials are computed in float32 or
-            better.
-        operator: an Operator, or a spec such as "sko" or "ska(power=1)", which is read at each call, with its numbers
-            as they start.
-        causal: queries see no later key. Whether they see their own is the operator's (softmax and its like do, ridge
-            and Koopman do not). With T < S the queries are the last T positions.
+        q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P), with H a multiple of Hkv and one floating dtype. With one
+            head in q and k, all heads of v share it. Statistics, sums and polynomials use at least float32.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)". A spec is resolved at each call, with
+            parameters at their initial values.
+        causal: hide later keys. The operator decides whether a query sees its own key: softmax and most others do,
+            ridge and Koopman do not. With T < S the queries are the last T positions.
         key_padding_mask: bool (B, S), True = real token.
-        cu_seqlens: int (N + 1,), borders of N documents packed along T = S with B = 1; nothing crosses a border.
-        scale: in place of the score's own, where the operator leaves it open.
-        memory: what came before k and v; queries see all of it. It is not changed.
-        return_memory: also return the memory after k and v (always, when ``memory`` is given).
-        path: "auto" (the planner's choice), "dense", "tiled", "chunked", "streaming", or "sparse", for operators that
+        cu_seqlens: int (N + 1,), borders of N documents packed along T = S with B = 1. Documents do not see each other.
+        scale: factor of the score, for operators that do not fix it; None = the score's default.
+        memory: the keys and values before k and v, which all queries see. It is not changed.
+        return_memory: also return the memory after k and v. A call with ``memory`` always returns it.
+        path: "auto" (chosen by the planner), "dense", "tiled", "chunked", "streaming", or "sparse" for operators that
             declare a search.
-        log_decay: (B, Hkv, S), <= 0: each token fades what came before by exp(log_decay). key_bias: (B, Hkv, S), added
-            to log K. Operators that solve take log_decay where they declare a Decay prior, and no key_bias.
-        action_mask: bool (B, S), False = the token is read for but not stored; key_gate: (B, Hkv, S), what its key is
-            multiplied by, 0 to 1. Both are for ridge and Koopman read-outs of the plain product. Other than padding,
-            such a token is one: time passes, and it reads.
-        query_mass, key_mass: (B, H, T), (B, Hkv, S), >= 0: what queries give and keys receive in a plan, as parts of
-            their document's sum; 0 = takes no part. None: alike for all that see a key, or that a query sees. With
-            padded queries give a query_mass of 0 for them.
-        start: potentials that a plan's iteration begins with (``zonal.potentials``).
+        log_decay: (B, Hkv, S), <= 0. Each token multiplies the evidence of earlier tokens by exp(log_decay). Operators
+            that solve a linear system take it only with a Decay prior.
+        key_bias: (B, Hkv, S), added to log K. Operators that solve a linear system do not take it.
+        action_mask: bool (B, S), False = the token reads but is not stored. Unlike padding, it counts as a step of
+            time. For ridge and Koopman anchors with the plain dot product.
+        key_gate: (B, Hkv, S) from 0 to 1, a factor of each key. For the same operators as action_mask.
+        query_mass, key_mass: (B, H, T), (B, Hkv, S), >= 0. In a transport plan, the mass that queries give and keys
+            receive, as fractions of the document's sum; 0 excludes a token. None = equal masses for all queries that
+            see a key and all keys that a query sees. Give padded queries a query_mass of 0.
+        start: initial potentials of a plan's iteration (``zonal.potentials``).
 
-    Returns: y (B, H, T, P) in the type of q, or (y, memory). A query that may see no key gets zeros.
+    Returns: y (B, H, T, P) in the dtype of q, or (y, memory). A query that sees no key gets zeros.
 
-    Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the
-        path that can; ConvergenceError where a plan is not found within its limit of iterations.
+    Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, naming one
+    that can; ConvergenceError when a plan does not converge within its limit of iterations.
     """
     if isinstance(operator, str):
         operator = mechanisms.resolve(operator)

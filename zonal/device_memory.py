@@ -11,10 +11,10 @@ _ASKED_FROM = 1 << 28
 
 
 def free(device: torch.device | str) -> int | None:
-    """Bytes that can still be allocated on a device, or None where the system does not say.
+    """Bytes that can still be allocated on a device, or None where the system does not report them.
 
-    CUDA: what the driver has and what torch's allocator holds unused. Linux: what the kernel counts as available, or
-    what the control group of the process leaves, if that is less.
+    On CUDA: memory that is free in the driver or unused in PyTorch's allocator. On Linux: the kernel's available
+    memory, or what the control group of the process still allows, if that is less.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -46,9 +46,7 @@ def _left(group: Path) -> list[int]:
 
 
 def require(call: str, what: str, size: int, device: torch.device | str, advice: str) -> None:
-    """Raise InsufficientMemoryError, with both numbers, when ``size`` bytes for ``what`` are more than is free on the
-    device.
-    """
+    """Raise InsufficientMemoryError when ``what`` needs more bytes (``size``) than are free on the device."""
     if torch.compiler.is_compiling() or size < _ASKED_FROM:  # the system cannot be asked inside a graph
         return
     left = free(device)

@@ -1,7 +1,4 @@
-"""A link as source text, a metric as distances of parts: what algebra declares and the kernels take.
-
-It stands below both.
-"""
+"""Links as source text and metrics as distances of parts, shared by the algebra and the kernels."""
 
 import ast
 from dataclasses import dataclass
@@ -13,14 +10,15 @@ from typing import Literal, NamedTuple
 class Formula:
     """A link for the tile kernels, elementwise in the score x.
 
-    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the head's coefficients,
-    then the constants), ``n`` (how many of both) and ``horner(x, c, n)``. triton: "module:prefix", where the module has
-    the jit functions prefix_value, prefix_derivative and prefix_base of (x, c, n), c a pointer to the same numbers, n
-    not counting the constants.
-    base: the derivative with respect to c_0; that with respect to c_k is base x^k. log: the link is exp, kept in log
-    space. It needs no expression; those it has are of a map h of the score before it, K = exp(h(x)). constants: numbers
-    that follow the coefficients in c. domain: scores are clamped to it first (the link's own, filled in where the
-    kernel is called).
+    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (coefficients of the head,
+    then the constants), ``n`` (the number of both) and ``horner(x, c, n)``.
+    triton: "module:prefix". The module has the jit functions prefix_value, prefix_derivative and prefix_base of (x, c,
+    n). There c points to the same numbers, and n does not count the constants.
+    base: the derivative with respect to c_0; the derivative with respect to c_k is base x^k.
+    log: the link is exp, kept in log space, and needs no expressions. Expressions, if given, are of a map h applied to
+    the score first: K = exp(h(x)).
+    constants: numbers that follow the coefficients in c. domain: scores are clamped to it first. It is the link's own
+    domain, filled in by the call.
     """
 
     name: str
@@ -34,10 +32,10 @@ class Formula:
 
 
 class Term(NamedTuple):
-    """A distance for the distance kernel, of the numbers [start, start + size) of two points; ``product`` is their dot
-    product.
+    """A distance for the distance kernel, between the numbers [start, start + size) of two points.
 
-    eps: where it is smooth. scale: what the points of a hyperbolic one are multiplied by.
+    ``product`` is their dot product. eps: the distance is smoothed below this size. scale: factor of the points of a
+    hyperbolic distance.
     """
 
     kind: Literal["euclidean", "squared", "sphere", "hyperbolic", "product"]

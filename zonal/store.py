@@ -1,8 +1,8 @@
 """Files that are either whole or absent: atomic writes, safetensors with a checked header, JSON.
 
-Only safetensors and JSON are ever read. A tensor file carries one JSON header under the metadata key ``zonal`` with the
-keys ``kind`` (what the file holds) and ``checksum`` (SHA-256 over the header itself and names, dtypes, shapes and bytes
-of the tensors).
+Only safetensors and JSON are read. A tensor file has one JSON header under the metadata key ``zonal``. Its keys
+``kind`` and ``checksum`` give what the file holds, and the SHA-256 over the header and the names, dtypes, shapes and
+bytes of the tensors.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
             f"{call}: no space left while writing {path}. Free some space and run again; nothing was half written."
         )
     return FileWriteError(
-        f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or mend its rights; "
-        "nothing was half written."
+        f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or change its "
+        "permissions; no partial file was left."
     )
 
 
@@ -93,8 +93,8 @@ def understood(call: str, path: str | os.PathLike[str] | Traversable) -> Iterato
     ) as error:  # ArgumentError is a ValueError, RecursionError a RuntimeError
         detail = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0].rstrip(".")
         raise FileFormatError(
-            f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version; "
-            "use an older copy or make it anew."
+            f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version. "
+            "Use an older copy or make it anew."
         ) from error
 
 
@@ -109,10 +109,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` as indented UTF-8 JSON, atomically.
-
-    NaN and infinity are refused by the format and by this function.
-    """
+    """Write ``value`` as indented UTF-8 JSON, atomically. NaN and infinity raise ValueError."""
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
@@ -137,8 +134,9 @@ def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """SHA-256 over the header (but for its checksum) and name, dtype, shape and little-endian bytes of each tensor, in
-    the order of names.
+    """SHA-256 over the header without its checksum, and over each tensor in the order of names.
+
+    A tensor contributes its name, dtype, shape and little-endian bytes.
     """
     digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True).encode())
     for name in sorted(tensors):

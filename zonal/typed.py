@@ -13,8 +13,9 @@ _LARGEST = 2**63
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a literal is of an annotated type, and every number in it finite and of at most 64 bits; what no literal
-    can be is not looked at.
+    """Whether a literal is of an annotated type, with finite numbers of at most 64 bits.
+
+    Types that no literal can have are not checked.
     """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -62,8 +63,9 @@ def described(hint: Any) -> str:
 
 
 def check_fields(call: str, kind: type, values: object) -> None:
-    """Raise ArgumentError unless ``values`` is a mapping whose entries fit the fields of that name of a dataclass;
-    other entries are not looked at.
+    """Raise ArgumentError unless ``values`` is a mapping whose entries fit the fields of a dataclass.
+
+    Entries that are no fields are not checked.
     """
     if not isinstance(values, Mapping):
         raise ArgumentError(f"{call}: the fields of {kind.__name__} by name were required, received {values!r}.")

@@ -13,7 +13,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Cosine",
-    "softmax over cosines, with a learnt temperature, instead of dot products.",
+    "softmax over cosines, with a learned temperature, instead of dot products.",
     weights=r"$e^{x / \tau}$ over row sum",
     memory="$S(D + P)$",
     paths="tiled",

@@ -1,9 +1,7 @@
-"""Hedgehog attention, y_t = phi(q_t) . S_t / phi(q_t) .
+"""Hedgehog attention with learned features, y_t = phi(q_t) . S_t / phi(q_t) . Z_t.
 
-Z_t with phi(x) = softmax([W x, -W x]), W learned a head and side.
-
-S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P a head; memory of a decoder: m (P + 1) numbers a
-head.
+The features are phi(x) = softmax([W x, -W x]), with W learned per head and separately for queries and keys. S_t and Z_t
+are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P per head; decoder memory: m (P + 1) numbers per head.
 Paper: Zhang et al. 2024.
 """
 
@@ -19,7 +17,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Hedgehog",
-    "learnt positive features of query and key; constant memory.",
+    "learned positive features of query and key; constant memory.",
     weights="learned positive features",
     memory="$m(P + 1)$",
     paths="tiled, chunked",
@@ -27,9 +25,11 @@ from zonal.mechanisms.registry import mechanism
 def hedgehog(
     size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None
 ) -> Operator:
-    """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
+    """Learned positive features phi(x) = softmax([W x, -W x]): the strongest baseline among linear-time feature maps.
 
-    dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024
-    (Hedgehog).
+    size: number of features m, from W (m / 2, D). activation: "softmax" over the features, or "exp" of each. dim, seed:
+    as in ``of_features``; without a layer and without dim, W keeps its initial value.
+
+    Raises: ArgumentError for sizes out of range. Source: Zhang et al. 2024 (Hedgehog).
     """
     return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")

@@ -18,9 +18,10 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
-    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks.
+    """Softmax attention that reads distant tokens as blocks: dot score, exp link, ``Hierarchical`` anchor.
 
-    sizes: of the tree, upward.
+    sizes: numbers of children per block at each level of the tree, from the tokens upward. scale: of the score; None =
+    D^-1/2.
 
     Raises: ArgumentError for sizes below 2.
     """

@@ -31,12 +31,12 @@ def hyperbolic_transport(
     limit: int = 1000,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """log K = -w d(q, k) / tau with d the hyperbolic distance in units of its typical size and w > 0 learned a head,
-    and a plan as anchor, as in ``sinkhorn``.
+    """log K = -w d(q, k) / tau with a transport plan as its anchor, as in ``sinkhorn``.
 
-    temperature: tau. eps: where the distance becomes smooth (``metric.Hyperbolic``). The rest as for ``sinkhorn``.
+    d is the hyperbolic distance in units of its typical size, and w > 0 is learned per head. temperature: tau. eps:
+    below this size the distance is smoothed (``metric.Hyperbolic``). The other arguments are those of ``sinkhorn``.
 
-    Raises: ArgumentError as ``sinkhorn``.
+    Raises: ArgumentError as ``sinkhorn`` does.
     """
     score = NegativeDistance(Product((Hyperbolic(eps, scale=None),)), temperature)
     return Operator(

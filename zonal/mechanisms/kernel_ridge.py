@@ -1,9 +1,9 @@
-"""Kernel ridge and Koopman read-outs: y_t = k(q_t, K) (k(K, K) + rho I)^-1 V over the keys K seen so far, for a kernel
-k of angles that has no paper of its own in this place.
+"""Kernel ridge and Koopman read-outs, y_t = k(q_t, K) (k(K, K) + rho I)^-1 V over the keys K seen so far.
 
-The fit of ``ridge`` and ``ska`` in the feature space of another mechanism's kernel. A polynomial of degree n has m
-exact features, C(n + D - 1, n) + C(n + D - 2, n - 1), on which the read-out runs in linear time: T m (m + P) a head;
-memory of a decoder: about 2 m^2 + P m numbers a head. Others run dense.
+The kernel k is that of another mechanism, and the fit is that of ``ridge`` and ``ska`` in the feature space of k. No
+paper describes this combination. A polynomial kernel of degree n has m = C(n + D - 1, n) + C(n + D - 2, n - 1) exact
+features, so its read-out takes linear time: T m (m + P) per head, with a decoder memory of about 2 m^2 + P m numbers
+per head. Other kernels use the dense path.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,7 @@ from zonal.mechanisms.yat import yat
 
 
 def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"] = 64) -> Operator:
-    """The kernel of ``mechanisms.sko`` with weights w_k that stay above zero, as they have to for a positive definite
-    one.
-    """
+    """The kernel of ``mechanisms.sko``, with weights w_k kept positive so that it is positive definite."""
     return Operator(Cosine(), Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, nonnegative=True))
 
 
@@ -50,14 +48,15 @@ def kernel_ridge(
     chunk: int | None = None,
     d_qk: int | None = None,
 ) -> Operator:
-    """Ridge regression from keys to values with another mechanism's kernel, refitted at every token; with a power its
-    Koopman read-out, as in ``ska``.
+    """Ridge regression from keys to values with another mechanism's kernel, refitted at every token.
 
-    kernel: the mechanism whose score and link make it, with arguments or without: squared_affine, polynomial_square,
-    sko (of degrees and manifold_dim, weights above zero), yat, slay (the paper's random features in place of yat).
-    d_qk: the size that a layer gives its queries and keys.
+    With a power it becomes the Koopman read-out of ``ska``.
 
-    Raises: ArgumentError for a kernel that need not be positive definite, naming why, and for one that is not known.
+    kernel: the mechanism that gives score and link, with or without arguments: squared_affine, polynomial_square, sko
+    (degrees and manifold_dim, with positive weights), yat, or slay (the paper's random features for yat). d_qk: size of
+    queries and keys in a layer.
+
+    Raises: ArgumentError for an unknown kernel, and for one that may not be positive definite.
     """
     made = specs.made(kernel, _KERNELS)
     if power is None:

@@ -1,7 +1,6 @@
 """Linear attention, y_t = sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s), phi = elu + 1.
 
-Cost: T D P a head; memory of a decoder: D (P + 1) numbers a head, whatever the length. Paper: Katharopoulos et al.
-2020.
+Cost: T D P per head; decoder memory: D (P + 1) numbers per head at any length. Paper: Katharopoulos et al. 2020.
 """
 
 from zonal.algebra import Operator
@@ -14,7 +13,7 @@ from zonal.mechanisms.registry import mechanism
 @mechanism(
     "Linear",
     "query and key pass through elu + 1 and their dot product is the weight; "
-    "one small matrix a head remembers the whole past.",
+    "one small matrix per head remembers the whole past.",
     weights=r"$\phi(q) \cdot \phi(k)$ over row sum",
     memory="$D(P + 1)$",
     paths="tiled, chunked",

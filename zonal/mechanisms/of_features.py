@@ -19,8 +19,8 @@ def of_features(
 ) -> Operator:
     """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
 
-    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative; a row's sum
-    may then come near zero, and its output grow without bound.
+    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative. The sum of
+    a row may then be close to zero and its output very large.
 
     Raises: PathError for a signed map without ``allow_signed``.
     """

@@ -1,8 +1,7 @@
 """Performer attention, y_t = phi(q_t) . S_t / phi(q_t) . Z_t with positive random features phi of the exponential.
 
-S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P a head; memory of a decoder: m (P + 1) numbers a
-head.
-Paper: Choromanski et al. 2021 (FAVOR+).
+S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s). Cost: T m P per head; decoder memory: m (P + 1) numbers per
+head. Paper: Choromanski et al. 2021 (FAVOR+).
 """
 
 from zonal.algebra import Operator

@@ -38,17 +38,16 @@ def polynomial_square(
 ) -> Operator:
     """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction.
 
-    Give coefficients, or ``degree`` (2, 4 or 6, of the whole in x): then the nearest to ``yat(eps)``, with
-    ``fit="density"`` for random unit vectors in R^d_qk (16 unless given), with ``fit="data"`` for the causal rows of
-    ``data`` = (q, k), (…, T, d) each, as calls will bring them.
-    d_qk: the size that a layer gives its queries and keys; small ones have few features, C(d_qk + degree, degree),
-    while values may be wide. ``degree=4, d_qk=8`` and ``degree=2, d_qk=16`` are the recommended forms. How near they
-    come: docs/slay.md.
+    Give either coefficients or ``degree`` (2, 4 or 6, the degree of the whole in x). With ``degree``, the polynomial is
+    fitted to ``yat(eps)``: ``fit="density"`` fits on random unit vectors in R^d_qk (d_qk = 16 by default), and
+    ``fit="data"`` on the causal rows of ``data`` = (q, k), (…, T, d) each.
+    d_qk: size of queries and keys in a layer; the size of values is independent. A small d_qk has few features, C(d_qk
+    + degree, degree). Recommended: ``degree=4, d_qk=8`` and ``degree=2, d_qk=16``; docs/slay.md has their errors.
 
-    The coefficients of a fit are in the operator's ``spec``, from which a model can make it again.
+    The operator's ``spec`` holds the fitted coefficients, so that a model can rebuild it.
 
-    Raises: ArgumentError for both or a degree that cannot be fitted, eps <= 0, and data that are missing or not asked
-    for.
+    Raises: ArgumentError when both or neither are given, for a degree that cannot be fitted, for eps <= 0, and for data
+    that are missing or not used.
     """
     require(
         0 < eps < math.inf,

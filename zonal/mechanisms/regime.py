@@ -1,7 +1,7 @@
-"""Any operator by the names of its parts, in one line: regime(score="cosine", link="yat(eps=0.1)", anchor="ridge").
+"""Any operator by the names of its parts: regime(score="cosine", link="yat(eps=0.1)", anchor="ridge").
 
-y_t = sum_s W_ts v_s, W = A(B * l(S)), with the score S, link l, anchor A and priors B that are named; a name is that of
-a declaration in lower case, with the arguments that are not at their defaults. Cost: that of the parts
+y_t = sum_s W_ts v_s, W = A(B * l(S)), with score S, link l, anchor A and priors B. The name of a part is the name of
+its class in lower case, with the arguments that differ from their defaults. Cost: that of the parts
 (``zonal.explain``). Paper: Geometric Attention (003).
 """
 
@@ -40,9 +40,7 @@ def _part(text: str, kinds: Mapping[str, type[Declaration]], slot: str) -> Decla
 
 
 def _inner(value: Any) -> Any:
-    """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else
-    as it is.
-    """
+    """The declaration that an argument's text names, as in negative_distance(metric='euclidean'); else the value."""
     if isinstance(value, tuple):
         return tuple(_inner(item) for item in value)
     kinds = declared("score", "link", "anchor", "prior", "metric", "search", "features")
@@ -52,8 +50,8 @@ def _inner(value: Any) -> Any:
 
 @mechanism(
     "Regime",
-    "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence "
-    "becomes weights.",
+    "an operator named by its parts: a score of query and key, a link from score to evidence, an anchor from evidence "
+    "to weights.",
     weights="any of the above and whatever else their parts make, by name",
     memory="that of its parts",
     paths="those of its parts",
@@ -67,13 +65,15 @@ def regime(
     readout: Literal["auto", "head", "concat"] | None = "auto",
     layer_init: Literal["auto", "default", "zero_output", "orthogonal"] = "auto",
 ) -> Operator:
-    """score: also a feature map, phi_q(q).phi_k(k) then being the score. prior: a tuple of texts.
+    """y_t = sum_s W_ts v_s, W = A(B * l(S)), with each part given by name.
 
-    rank: the size that a layer gives queries and keys of a head (None: that of values). readout: "auto" norms each
-    head's output where the anchor leaves its size to the data (count, raw), as ``sko`` and ``retention`` do.
-    layer_init: "auto" starts a Koopman anchor as ``ska`` does.
+    score: the name of a score, or of a feature map, whose score is phi_q(q) . phi_k(k). link, anchor: names. prior: a
+    tuple of names.
+    rank: size of queries and keys per head in a layer (None: that of values). readout: "auto" normalises the output of
+    each head where the anchor does not fix its size (count, raw), as ``sko`` and ``retention`` do. layer_init: "auto"
+    initialises a Koopman anchor as ``ska`` does.
 
-    Raises: ArgumentError for names and arguments that there are not, and for parts that mean nothing together.
+    Raises: ArgumentError for unknown names and arguments, and for parts that cannot be combined.
     """
     scored = _part(score, declared("score", "features"), "score")
     scored = Features(scored) if isinstance(scored, FeatureMap) else scored

@@ -2,8 +2,8 @@
 
 log K_ts = -(alpha E(q_1, k_1) + beta S(q_2, k_2) + gamma H(q_3, k_3)) / tau,   q = (q_1, q_2, q_3), k likewise,
 
-with E, S, H the three distances and weights alpha, beta, gamma > 0 learned a head; rows divided by their sum.
-Cost: T S (2D + P) multiply-adds and about fifty operations a pair; memory of a decoder: all keys and values. Paper:
+E, S and H are the three distances, with weights alpha, beta, gamma > 0 learned per head. Each row is divided by its
+sum. Cost: T S (2D + P) multiply-adds and about fifty operations per pair; decoder memory: all keys and values. Paper:
 REWA (004).
 """
 
@@ -19,7 +19,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA",
-    "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. "
+    "evidence falls with distance: a learned sum of a flat, a spherical and a hyperbolic one. "
     "It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ over row sum, $d$ a learned sum of flat, spherical and hyperbolic distance",
     memory="$S(D + P)$",
@@ -38,18 +38,18 @@ def rewa(
 ) -> Operator:
     """Distance score on R^m x S^(n-1) x H^p, exp link, row anchor.
 
-    parts: (m, n, p) with m + n + p = D, a part of 0 leaving its space out; None = thirds, the plane taking what is left
-        over. A layer makes queries and keys of that size, which may differ from that of values.
-    weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for
-    numbers from N(0, 1).
-    temperature: tau. dot: the factor of a dot product of whole q and k beside the distances
+    parts: (m, n, p) with m + n + p = D; a part of 0 leaves its space out. None = thirds, with the remainder in the
+    plane. A layer makes queries and keys of size D, which may differ from the size of values.
+    weights, gates: initial values of the three weights and gates (``metric.Product``), in units of the typical distance
+    between vectors of N(0, 1).
+    temperature: tau. dot: factor of a dot product of whole q and k, added to the distances
     (``score.NegativeDistance``).
-    shared_witness: one map makes queries and keys, as in the paper; each token is then nearest to itself, always.
-    adaptive: each query weighs the spaces for itself, by a softmax over its first numbers, one a space; parts are of
-    what follows.
-    eps: where distances become smooth.
+    shared_witness: one projection makes both queries and keys, as in the paper. Each token is then nearest to itself.
+    adaptive: each query weights the spaces by a softmax over its first numbers, one per space; parts then divide the
+    rest. eps: below this size distances are smoothed.
 
-    Raises: ArgumentError for parts, weights or gates that are not three, or no parts at all.
+    Raises: ArgumentError unless parts, weights and gates have three entries each and some part is positive.
+    Source: REWA (004).
     """
     spaces: tuple[Metric, ...] = (Euclidean(eps), Sphere(eps), Hyperbolic(eps, scale=None))
     for name, values in (("parts", parts), ("weights", weights), ("gates", gates)):

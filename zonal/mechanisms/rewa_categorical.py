@@ -1,6 +1,6 @@
-"""REWA of frames: K_ts = exp(tr(R^T A_ts) / tau) for the turn A_ts = g_t^-1 g_s between orthogonal frames of tokens.
+"""REWA of frames: K_ts = exp(tr(R^T A_ts) / tau) for the rotation A_ts = g_t^-1 g_s between tokens' orthogonal frames.
 
-Rows are divided by their sum. Cost: as softmax attention with m^2 numbers a key; memory of a decoder: all keys and
+Each row is divided by its sum. Cost: as softmax attention with m^2 numbers per key; decoder memory: all keys and
 values.
 Paper: REWA (004).
 """
@@ -29,11 +29,13 @@ def rewa_categorical(
     seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Tokens as orthogonal frames g: exp(tr(R^T A_ts) / tau) for the turn A_ts = g_t^-1 g_s, row anchor; turns compose,
-    A_ts A_su = A_tu.
+    """Tokens as orthogonal frames g, with K_ts = exp(tr(R^T A_ts) / tau), A_ts = g_t^-1 g_s, and the row anchor.
 
-    size: m; a layer then makes queries and keys of m (m - 1) / 2 numbers. relation, transport, seed: as in
-    ``score.Categorical``. One map makes queries and keys in a layer. It runs as a dot product of m^2 numbers.
+    Relative rotations compose: A_ts A_su = A_tu. size: m; a layer then makes queries and keys of m (m - 1) / 2 numbers,
+    both by one projection. relation, transport, seed: as in ``score.Categorical``. The operator runs as a dot product
+    of m^2 numbers.
+
+    Source: REWA (004).
     """
     dim = None if size is None else size * (size - 1) // 2
     score = Categorical(size, relation, temperature, transport, seed=seed)

@@ -1,7 +1,7 @@
 """REWA of functions: K_ts = exp(phi(q_t) . phi(k_s) / tau) of random Fourier features, or phi . phi of positive ones.
 
-Rows are divided by their sum. Cost: T S (m + P), or T m P in the linear form; memory of a decoder: all keys and values,
-or m (P + 1) numbers a head. Paper: REWA (004).
+Each row is divided by its sum. Cost: T S (m + P), or T m P in the linear form; decoder memory: all keys and values, or
+m (P + 1) numbers per head in the linear form. Paper: REWA (004).
 """
 
 from typing import Literal
@@ -35,15 +35,16 @@ def rewa_functional(
     dim: int | None = None,
     seed: int | None = None,
 ) -> Operator:
-    """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) .
+    """Tokens as functions: exp(phi(q) . phi(k) / tau), or phi(q) . phi(k) in linear time, with the row anchor.
 
-    phi(k) of positive ones in linear time; row anchor.
+    The first form has random Fourier features, the second positive features.
 
-    size: number of features. kappa: the kernel that phi . phi stands for, ``gaussian``, ``laplacian`` or ``matern``.
-    form: ``softmax`` of signed features, or ``linear`` in positive ones. temperature: tau, of softmax. learn: train the
-    frequencies. The rest as in ``features.Stationary`` and ``Features``.
+    size: number of features m. kappa: the kernel that phi . phi approximates, ``gaussian``, ``laplacian`` or
+    ``matern``. form: ``softmax`` (signed features) or ``linear`` (positive features). temperature: tau, for
+    ``softmax``. learn: train the frequencies. The other arguments are those of ``features.Stationary`` and
+    ``Features``.
 
-    Raises: ArgumentError for names and sizes that do not fit.
+    Raises: ArgumentError for unknown names and sizes out of range. Source: REWA (004).
     """
     require(form in ("softmax", "linear"), f"rewa_functional: form must be softmax or linear, received {form!r}.")
     require(temperature > 0, f"rewa_functional: temperature must be > 0, received {temperature}.")

@@ -1,8 +1,7 @@
-"""REWA of operators: K_ts = exp(-|A_t - B_s|^2 / tau) of matrices, or exp(<A_t R_1 ...
+"""REWA of operators: tokens are m x m matrices, compared by distance or along a path of learned relations.
 
-R_n, B_s> / (m tau)) along relations.
-
-Rows are divided by their sum. Cost: as softmax attention; memory of a decoder: all keys and values. Paper: REWA (004).
+K_ts = exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)). Each row is divided by its sum. Cost: as
+softmax attention; decoder memory: all keys and values. Paper: REWA (004).
 """
 
 from zonal.algebra import Operator
@@ -15,7 +14,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA operator",
-    "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations, fixed or chosen "
+    "tokens as matrices: evidence falls with their distance, or follows a path of learned relations, fixed or chosen "
     "by the query.",
     weights=r"$e^{-\lVert A - B \rVert^2 / \tau}$ of matrices, or a path of learned relations, fixed or chosen by the "
     r"query, over row sum",
@@ -32,14 +31,15 @@ def rewa_operator(
     seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Tokens as m x m operators: exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)) along n learned
-    relations, row anchor.
+    """Tokens as m x m matrices: exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)), row anchor.
 
-    Without ``choices`` both are softmax attention: the distance with a key bias, the path with R_1 … R_n as part of the
-    query's projection.
-    choices: c; each query then weighs c relations and "none" at each of its n steps, by a softmax of its own numbers.
-    size: m; a layer then makes queries and keys of the size that it takes. The rest as in ``score.OperatorPath``. All
-    run as dot products.
+    R_1 … R_n are learned relations. Without ``choices`` both forms are softmax attention: the distance with a bias per
+    key, the path with R_1 … R_n as part of the query projection. choices: number c of relations. Each query then
+    weights c relations and "none" at each of its n steps, by a softmax over numbers of its own. size: m; a layer makes
+    queries and keys of the size that this needs. The other arguments are those of ``score.OperatorPath``. All forms run
+    as dot products.
+
+    Source: REWA (004).
     """
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
     # left open where relations are drawn, so that a layer draws its own

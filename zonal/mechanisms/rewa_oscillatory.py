@@ -1,7 +1,7 @@
-"""REWA with waves: log K_ts = sum_k a_k e^(-b_k d) cos(w_k d) of the distance d of ``rewa``, rows divided by their sum.
+"""REWA with waves: log K_ts = sum_k a_k e^(-b_k d) cos(w_k d) of the distance d of ``rewa``, each row divided by its
+sum.
 
-Cost: as ``rewa``, and eight operations a pair for each wave; memory of a decoder: all keys and values. Paper: REWA
-(004).
+Cost: as ``rewa``, and eight operations per pair and wave; decoder memory: all keys and values. Paper: REWA (004).
 """
 
 from zonal.algebra import Operator
@@ -14,7 +14,7 @@ from zonal.mechanisms.rewa import rewa
 
 @mechanism(
     "REWA oscillatory",
-    "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value.",
+    "evidence that swings with distance and fades, in a few learned waves. It keeps every key and value.",
     weights=r"$e^{\sum_k a_k e^{-b_k d} \cos w_k d}$ of that distance, over row sum",
     memory="$S(D + P)$",
     paths="tiled",
@@ -30,14 +30,12 @@ def rewa_oscillatory(
     eps: float = 1e-4,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Evidence that swings with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor.
+    """Evidence that oscillates with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor.
 
-    Keys at a period of one another agree.
+    Keys one period apart agree. amplitudes, decays, frequencies: initial values of a (of any sign), b > 0 and w,
+    learned per head (``link.Oscillatory``). The other arguments are those of ``rewa``.
 
-    amplitudes, decays, frequencies: where a (of any sign), b > 0 and w start; learned a head (``link.Oscillatory``).
-    The rest as for ``rewa``.
-
-    Raises: ArgumentError as ``rewa``, and for lists of unequal length.
+    Raises: ArgumentError as ``rewa`` does, and for lists of unequal length. Source: REWA (004).
     """
     operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
     return Operator(

@@ -1,7 +1,7 @@
-"""REWA on a learned manifold: K_ts = exp(-d(q_t, k_s) / tau) with d of a learned metric tensor g, rows divided by their
-sum.
+"""REWA on a learned manifold: K_ts = exp(-d(q_t, k_s) / tau), with d from a learned metric tensor g.
 
-g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T. Memory of a decoder: all keys and values. Paper: REWA (004).
+g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T. Each row is divided by its sum. Decoder memory: all keys and
+values. Paper: REWA (004).
 """
 
 from zonal.algebra import Operator
@@ -15,7 +15,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA Riemannian",
-    "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value.",
+    "evidence falls with distance on a space whose metric tensor is learned. It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ with a learned metric tensor, over row sum",
     memory="$S(D + P + 12n)$",
     paths="tiled",
@@ -29,14 +29,12 @@ def rewa_riemannian(
     seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j .
+    """exp(-d(q, k) / tau), with d along the straight line under a learned metric tensor g, and the row anchor.
 
-    x + c_j) u_j u_j^T along the straight way, row anchor.
+    g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T. units: the number of terms j, learned per key head. floor,
+    eps, seed: as in ``metric.Riemannian``. temperature, shared_witness: as in ``rewa``.
 
-    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness:
-    as for ``rewa``.
-
-    Raises: ArgumentError for numbers out of range.
+    Raises: ArgumentError for numbers out of range. Source: REWA (004).
     """
     metric = Riemannian(units, floor, eps, seed=seed)
     return Operator(

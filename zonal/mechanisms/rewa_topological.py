@@ -1,8 +1,7 @@
-"""REWA of shapes: K_ts = exp(-(alpha |q_t - k_s| + beta W_2(A_t, A_s)) / tau), rows divided by their sum.
+"""REWA of shapes: K_ts = exp(-(alpha |q_t - k_s| + beta W_2(A_t, A_s)) / tau), each row divided by its sum.
 
-A_t is the persistence diagram of the neighbourhood of token t. Cost: 5 n^2 operations a pair for n neighbours; memory
-of a
-decoder: all keys and values. Paper: REWA (004).
+A_t is the persistence diagram of the neighbourhood of token t. Cost: 5 n^2 operations per pair for n neighbours;
+decoder memory: all keys and values. Paper: REWA (004).
 """
 
 from zonal.algebra import Operator
@@ -32,14 +31,14 @@ def rewa_topological(
     eps: float = 1e-4,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row
-    anchor.
+    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) with the row anchor; A is the diagram of a token's
+    neighbourhood.
 
-    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its
-    deaths, which a layer puts there (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``.
-    temperature, shared_witness, eps: as for ``rewa``.
+    neighbours: number of earlier tokens in a neighbourhood. In a call, the last ``neighbours`` numbers of q and k are
+    the death times of its diagram; a layer computes them (``nn.deaths``). weights, gates: of the two distances, as in
+    ``rewa``. temperature, shared_witness, eps: as in ``rewa``.
 
-    Raises: ArgumentError for numbers out of range.
+    Raises: ArgumentError for numbers out of range. Source: REWA (004).
     """
     for name, values in (("weights", weights), ("gates", gates)):
         require(

@@ -34,8 +34,9 @@ def ridge(
     relative: float = 0.0,
     fading: bool = False,
 ) -> Operator:
-    """Linear ridge regression from keys (clipped to norm <= key_limit) to values, refitted at every token; ``fading``
-    as in ``ska``.
+    """Linear ridge regression from keys, clipped to norm <= key_limit, to values, refitted at every token.
+
+    fading: as in ``ska``.
     """
     anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
     return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, priors(chunk, fading), name="ridge")

@@ -1,8 +1,7 @@
 """Sinkhorn attention: softmax attention under constraints on what keys receive.
 
-y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns.
-Bidirectional.
-Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations.
+y_t = (1 / mu_t) sum_s P_ts v_s, where P is the plan closest to exp(q_t . k_s / sqrt D) with given row and column sums.
+Bidirectional. Cost: as softmax attention, with 2 n + 1 passes over the scores in the forward for n iterations.
 Papers: Geometric Attention (003), section 2.7; Sander et al. 2022.
 """
 
@@ -55,12 +54,11 @@ def sinkhorn(
     limit: int = 1000,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
-    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with
-    ``bounds`` in a range.
+    """Dot score, exp link, and a transport plan as anchor: balanced, unbalanced (``rho``) or bounded (``bounds``).
 
-    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a
-    key receives at least and at most, in units of its share. learn: a layer makes the masses from its input. tolerance,
-    limit: of the iteration (``anchor.PlanAnchor``).
+    scale: of the score; None = D^-1/2. rho: penalties on the row and column marginals; None = an exact constraint.
+    bounds: (low, high), the least and most that a key receives, in units of its share. learn: a layer computes the
+    masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
 
     Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """

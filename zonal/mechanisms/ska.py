@@ -1,9 +1,9 @@
 """Spectral Koopman Attention: y = eta gamma^K C P (M P)^K q with P = (G + rho I)^-1 over the keys seen so far.
 
 G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T. K = 0 returns the value stored with a key, K = 1 the value one step
-later (an induction head), K = 2 two later, each times eta gamma^K, which starts at 1.5 x 1.009^K, and less what the
-ridge takes. Training and decoding are the same function, token by token. Cost: T r (r + P) a head; memory of a decoder:
-about 2 r^2 + P r numbers a head. Paper: Echo (Koopman operators).
+later (an induction head), K = 2 two steps later. Each is multiplied by eta gamma^K, which starts at 1.5 x 1.009^K, and
+reduced by the ridge. Training and decoding compute the same function, token by token. Cost: T r (r + P) per head;
+decoder memory: about 2 r^2 + P r numbers per head. Paper: Echo (Koopman operators).
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ from zonal.mechanisms.ridge import priors
 
 @mechanism(
     "SKA",
-    "a least-squares fit as in ridge, read K learnt steps further: with K = 1 it recalls what came after a key. "
+    "a least-squares fit as in ridge, read K learned steps further: with K = 1 it recalls what came after a key. "
     "Constant memory.",
     weights="ridge after $K$ steps of the keys' own dynamics",
     memory=r"$2D^2 + DP$, and $D^2$ more for $K \ge 1$",
@@ -38,12 +38,13 @@ def ska(
     preset: Literal["paper"] | None = None,
     eta: float = 1.5,
 ) -> Operator:
-    """Koopman read-out of the given power (0 = ``ridge`` times eta), a tuple for one a head group; ``fading``: the past
-    fades by a rate that each token sets.
+    """Koopman read-out of the given power: 0 is ``ridge`` times eta. A tuple gives one power per group of heads.
 
-    rank: r, the size that a layer gives queries and keys of a head (None: that of values). eta: the gain of the
-    read-out at the start, learned a head. ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of
-    64, the running maximum with eps 1e-3, keys of any length.
+    fading: the past decays at a rate that each token sets. rank: r, size of queries and keys per head in a layer (None:
+    that of values). eta: initial gain of the read-out, learned per head. ``preset="paper"`` is the chunk-causal form of
+    the Echo paper: power 2, chunks of 64, the running maximum with eps 1e-3, and keys of any length.
+
+    Raises: ArgumentError for numbers out of range, and for arguments that the preset sets. Source: Echo.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
     if preset == "paper":

@@ -1,9 +1,9 @@
-"""Spherical Kernel Operator: y_t = (1/M_t) sum_s Phi_n(cos(q_t, k_s)) v_s, Phi_n a learned Gegenbauer series of degree
-n a head.
+"""Spherical Kernel Operator: y_t = (1/M_t) sum_s Phi_n(cos(q_t, k_s)) v_s, Phi_n a learned Gegenbauer series per head.
 
-M_t is the number of visible keys; the layer norms each head's output (RMSNorm over P). Cost: as softmax attention,
-without exponentials or running maxima. ``init="ones"`` is the paper's start (not localised: the output is close to the
-causal mean); ``init="reproducing"`` starts from the kernel of the theory. Paper: Khasia, Spherical Kernel Operator.
+n is the degree of the series and M_t the number of visible keys. The layer normalises the output of each head (RMSNorm
+over P). Cost: as softmax attention, without exponentials or running maxima. ``init="ones"`` is the paper's start, which
+is not localised: the output is close to the causal mean. ``init="reproducing"`` starts from the kernel of the theory.
+Paper: Khasia, Spherical Kernel Operator.
 """
 
 from typing import Literal
@@ -17,7 +17,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "SKO",
-    "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be "
+    "spherical kernel operator: a learned curve turns the cosine between query and key into a weight, which may be "
     "negative; each head learns its own curve.",
     weights=r"$\Phi_n(x)$, a learned Gegenbauer series, over count",
     memory="$S(D + P)$; $mP$ at low degree",
@@ -30,15 +30,14 @@ def sko(
     learn_degrees: bool = False,
     readout: Literal["head", "concat"] = "head",
 ) -> Operator:
-    """degrees: polynomial degree of each head, in turn, or evenly spread where heads are not a multiple of them;
-    fractional allowed.
+    """y_t = (1/M_t) sum_s Phi_n(cos(q_t, k_s)) v_s, with a learned Gegenbauer series Phi_n per head.
 
-    manifold_dim: the q of the Gegenbauer family; "head" = the size of a head less one, the sphere on which its cosines
-    are taken.
-    init, learn_degrees: as in ``link.Gegenbauer``. readout: the norm that a layer puts on outputs, of each head or of
-    all.
+    degrees: the polynomial degree n of each head; fractional degrees are allowed. They repeat over the heads, or are
+    evenly spread where the number of heads is not a multiple. manifold_dim: q of the Gegenbauer family; "head" = head
+    size - 1, the dimension of the sphere of the cosines. init, learn_degrees: as in ``link.Gegenbauer``. readout:
+    whether a layer normalises each head's output, or all of them together.
 
-    Raises: ArgumentError for degrees and dimensions that are none.
+    Raises: ArgumentError for degrees and dimensions out of range. Source: Khasia, Spherical Kernel Operator.
     """
     link = Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, init=init, learn_degrees=learn_degrees)
     return Operator(Cosine(), link, Count(), name="sko", readout=readout)

@@ -1,8 +1,8 @@
 """SLAY: spherical Yat attention through positive random features, y_t = phi(q_t) . S_t / phi(q_t) . Z_t.
 
-S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, phi = [sqrt(w_r) (poly(u) ⊗ PRF(u; s_r))]_r
-(``features.Slay``). The kernel that is meant is ``yat(eps)``; what the features give instead, and what to use, is in
-docs/slay.md. Paper: SLAY (001).
+S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, with phi = [sqrt(w_r) (poly(u) ⊗ PRF(u; s_r))]_r
+(``features.Slay``). The features approximate ``yat(eps)``; docs/slay.md measures the error and recommends alternatives.
+Paper: SLAY (001).
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """Squared-affine attention: K = (x + b)^2, x = cos(q, k), rows divided by their sum.
 
-It stands in for Yat and has finitely many exact features, m = (D + 1)(D + 2)/2. Cost: T m P a head; memory of a
-decoder: m (P + 1) numbers a head. The form and its b follow from measurements on SLAY (docs/slay.md).
+A substitute for Yat with finitely many exact features, m = (D + 1)(D + 2)/2. Cost: T m P per head; decoder memory: m (P
++ 1) numbers per head. The form and the default b come from measurements on SLAY (docs/slay.md).
 """
 
 from zonal.algebra import Operator
@@ -20,9 +20,9 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled, chunked",
 )
 def squared_affine(bias: float = 0.04, learn_bias: bool = False, d_qk: int | None = None) -> Operator:
-    """(x + b)^2: nonnegative, exact with (d + 1)(d + 2)/2 features.
+    """K = (x + b)^2 with x = cos(q, k): nonnegative, with (d + 1)(d + 2)/2 exact features.
 
-    d_qk: the size that a layer gives its queries and keys.
+    bias: b; learn_bias trains it. d_qk: size d of queries and keys in a layer.
     """
     return Operator(
         Cosine(), SquaredAffine(bias=bias, learn_bias=learn_bias), Row(), name="squared_affine", qk_dim=d_qk

@@ -1,7 +1,7 @@
-"""What is proved about operators: probes, o-sets, carriers, influence through layers, and updates as plans.
+"""Theory of operators: probes, o-sets, carriers, influence through layers, and updates as plans.
 
-Layers and memories use parts of it (``nn`` merges tokens along carriers, a criterion accepts by an o-set); no execution
-path does.
+Layers and memories use parts of it: ``nn`` merges tokens along carriers, and a criterion accepts by an o-set. Execution
+paths do not.
 """
 
 from zonal.theory import carrier, influence, oset, probe, update

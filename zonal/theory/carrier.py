@@ -1,22 +1,19 @@
-"""Carriers: what can be addressed.
+"""Carriers: the units that attention works on, tokens or groups of tokens.
 
-Records fall into buckets, coarser carriers follow from finer ones by factor maps, and kernels are pushed along.
+A carrier is a labelling pi: records -> buckets. Tokens are the carrier with one record per bucket. The carrier ``fine``
+refines ``coarse`` if a factor map f gives coarse.labels = f(fine.labels). This f is unique and onto, so carriers up to
+renaming are partitions, ordered by refinement.
 
-A carrier is a labelling pi: records -> buckets; tokens are the one in which each record is a bucket of its own.
-``fine`` refines ``coarse`` where a map f with coarse.labels = f(fine.labels) exists. It is then onto and the only one,
-so carriers up to renaming are partitions, ordered by refinement.
+A kernel is given by its logarithm, log K (..., T, S), with -inf for forbidden pairs. Its pushforward along f (queries)
+and g (keys) aggregates all fine pairs of each coarse pair. With K > 0 on allowed pairs, a coarse pair is allowed if one
+of its fine pairs is. The following holds:
 
-A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden. Its pushforward along f (queries)
-and g (keys) gathers all fine pairs of a coarse one; with K > 0 on allowed pairs, what is allowed is pushed along with
-it. What holds, and where a condition is needed:
-
-* along composed maps every pushforward is the composition of pushforwards: (f' . f, g' . g)_* = (f', g')_* (f, g)_*,
-  and identities change nothing. It holds because sums of p-th powers and maxima are associative; a mean of means is no
-  mean, unless each is weighed by its mass;
-* merging keys by ``Sum`` commutes with the row-conditional; merging queries does so up to weights: rows are averaged by
-  their row sums;
-* anchoring again after each step is anchoring once after all of them for the row anchor and maps of keys alone; not for
-  maps of queries.
+* Pushforwards compose: (f' . f, g' . g)_* = (f', g')_* (f, g)_*, and identity maps change nothing. The reason is that
+  sums of p-th powers and maxima are associative. A mean of means is not the mean, unless each is weighted by its mass.
+* Merging keys by ``Sum`` commutes with the row-conditional. Merging queries does so up to weights: rows are averaged by
+  their row sums.
+* Anchoring after each step equals anchoring once at the end for the row anchor and maps of keys. For maps of queries it
+  does not.
 
 Source: Geometric Attention, definitions 2.2 to 2.5 and 5.2, remark 5.5.
 """
@@ -36,11 +33,10 @@ from zonal.errors import ArgumentError
 class Factor:
     """A map from a finer carrier onto a coarser one.
 
-    to (..., n): for each fine bucket its coarse one, 0 … size - 1, each of which occurs.
+    to (..., n): the coarse bucket of each fine one, from 0 to size - 1, each of which occurs. Leading axes are rows,
+    each with its own map onto the same number of buckets.
 
-    Leading axes are rows, each with a map of its own onto as many buckets.
-
-    Raises: ArgumentError for entries that are no whole numbers in range, and for a coarse bucket without a fine one.
+    Raises: ArgumentError for entries that are not whole numbers in range, and for a coarse bucket without a fine one.
     """
 
     to: Tensor
@@ -66,10 +62,9 @@ class Factor:
         empty = (self.masses() == 0).nonzero()
         if len(empty):
             raise ArgumentError(
-                f"Factor: a map onto all {self.size} buckets is required, and none is sent to bucket "
-                f"{int(empty[0, -1])}: the map is not surjective. "
-                "Number the buckets that occur without gaps, torch.unique(labels, return_inverse=True)[1], and give "
-                "their number as the size."
+                f"Factor: the map must reach all {self.size} buckets (it is not surjective), but none is sent to "
+                f"bucket {int(empty[0, -1])}. Number the buckets that occur without gaps, "
+                "torch.unique(labels, return_inverse=True)[1], and give their number as the size."
             )
 
     @staticmethod
@@ -84,7 +79,7 @@ class Factor:
         return self.to.shape[-1]
 
     def then(self, coarser: "Factor") -> "Factor":
-        """The composed map, this one first.
+        """The composed map: this one first, then ``coarser``.
 
         Raises: ArgumentError when ``coarser`` starts from another number of buckets.
         """
@@ -112,9 +107,9 @@ class Factor:
         return self.total(mass[..., None])[..., 0]
 
     def merged(self, values: Tensor, mass: Tensor) -> Tensor:
-        """The mean of values (..., n, P) by mass (..., n): (..., size, P).
+        """The mean of values (..., n, P) per bucket, weighted by mass (..., n): (..., size, P).
 
-        Where all of a bucket's mass is 0 its members count alike.
+        A bucket whose mass is all 0 gets the plain mean of its members.
         """
         mass = mass[..., None]
         mass = torch.where(self.pulled(self.total(mass)) > 0, mass, 1)
@@ -132,11 +127,11 @@ class Factor:
 
 
 class Buckets:
-    """Records by labels (..., N), whole numbers 0 … size - 1 each of which occurs.
+    """Records by labels (..., N): whole numbers from 0 to size - 1, each of which occurs.
 
-    Leading axes are rows, each with labels of its own.
+    Leading axes are rows, each with its own labels.
 
-    Raises: ArgumentError for labels that leave one out, or are no whole numbers.
+    Raises: ArgumentError for labels that skip a number or are not whole numbers.
     """
 
     def __init__(self, labels: Tensor) -> None:
@@ -161,9 +156,7 @@ class Buckets:
         return Buckets(self.map.then(factor).to)
 
     def refines(self, coarser: "Buckets") -> bool:
-        """Whether what is together here is together there: the order of refinement, in which this one is the finer or
-        the same.
-        """
+        """Whether records that share a bucket here share one there, so that this carrier is the finer or the same."""
         return self.records == coarser.records and self._met(coarser)[1] is None
 
     def same(self, other: "Buckets") -> bool:
@@ -215,9 +208,9 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class LogSumExp(Aggregation):
-    """log K~ = tau log sum exp(log K / tau) over allowed pairs: the p-norm of evidence, p = 1 / tau.
+    """log K~ = tau log sum exp(log K / tau) over allowed pairs: the p-norm of evidence with p = 1 / tau.
 
-    tau = 1 is the sum; tau -> 0 the largest.
+    tau = 1 gives the sum, and tau -> 0 the maximum.
     """
 
     temperature: float = 1.0
@@ -255,11 +248,11 @@ class Max(Aggregation):
 
 
 def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregation = Sum()) -> Tensor:
-    """log K~ (..., T~, S~) of log K (..., T, S) along the maps of queries (T to T~) and keys (S to S~).
+    """The pushforward log K~ (..., T~, S~) of log K (..., T, S) along maps of queries (T to T~) and keys (S to S~).
 
     Rows of batched maps broadcast to leading axes.
 
-    Raises: ArgumentError for maps of other numbers of queries or keys.
+    Raises: ArgumentError for maps of another number of queries or keys.
     """
     shape = tuple(log_kernel.shape)
     fits = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and shape[-2:] == (queries.fine, keys.fine)
@@ -272,12 +265,11 @@ def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregati
 
 
 def reanchored(log_kernel: Tensor, queries: Factor, keys: Factor, anchor: Anchor, by: Aggregation = Sum()) -> Tensor:
-    """W~ = A(K~): weights (..., T~, S~) of the pushforward, by an anchor that looks at rows of K (``Row``, ``TopK``,
-    ``Count``, ``Raw``).
+    """W~ = A(K~): the weights (..., T~, S~) of the pushforward of log K (B, H, T, S).
 
-    log K here is (B, H, T, S).
+    anchor: one that needs only rows of K (``Row``, ``TopK``, ``Count``, ``Raw``).
 
-    Raises: ArgumentError for anchors that need more than K, and what ``pushforward`` raises.
+    Raises: ArgumentError for other anchors, and as ``pushforward`` does.
     """
     require(
         log_kernel.ndim == 4,
@@ -285,8 +277,8 @@ def reanchored(log_kernel: Tensor, queries: Factor, keys: Factor, anchor: Anchor
     )
     require(
         isinstance(anchor, SumAnchor | TopK),
-        f"reanchored: anchor {type(anchor).__name__} needs more than the kernel of queries and keys, which is all "
-        "that is pushed along. Use Row, TopK, Count or Raw.",
+        f"reanchored: anchor {type(anchor).__name__} needs more than the kernel of queries and keys, and only the "
+        "kernel has a pushforward. Use Row, TopK, Count or Raw.",
     )
     pushed = pushforward(log_kernel, queries, keys, by)
     seen = visibility(pushed.shape[2], pushed.shape[3], (), causal=False, include_self=True)

@@ -1,18 +1,17 @@
-"""Influence sets: which inputs of a stack of layers can reach which outputs, and after how many layers at least.
+"""Influence sets: which inputs of a stack of layers can reach which outputs, and through how many layers.
 
-A layer is a relation R, bool (T, T): R[t, s] where output t reads input s. Each layer also keeps what it had, so that
-after n of them
+A layer is a relation R, bool (T, T), with R[t, s] True where output t reads input s. Each layer also keeps its input
+(the residual stream), so that after n layers
 
     influence = (I | R_n) ... (I | R_1)
 
-with the boolean product. It is an upper set: what lies outside cannot matter, whatever the weights; what lies inside
-need not. The source composes the R alone, which leaves out pairs as soon as a mask does not let a token see itself:
-what a token had then comes from nowhere.
+with the boolean product. The result is an upper bound: an input outside the set has no effect for any weights, and an
+input inside it may have none. The source composes the R alone. That loses pairs when a mask hides a token from itself.
 
-A layer is given as its relation, with leading axes or without, as a prior, or as a tuple of priors that hold together.
-Tokenwise parts of a model (norms, feed-forwards, read-outs of its history) change nothing; what a layer of attention
-reads, its convolution and other charts included, is ``nn.TokenMixer.reads``, and of all layers of a model ``reads`` of
-the model.
+A layer is given as its relation (with or without leading axes), as a prior, or as a tuple of priors that all apply.
+Tokenwise parts of a model (norms, feed-forwards, read-outs of its history) add nothing. ``nn.TokenMixer.reads`` gives
+the relation of an attention layer, with its convolution and other charts, and ``reads`` of a model gives those of all
+its layers.
 
 Source: Geometric Attention, definitions 5.8 and 5.9, proposition 5.1 and corollary 5.1, with I | R for R.
 """
@@ -33,9 +32,9 @@ NEVER = -1
 def visible(
     priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True
 ) -> Tensor:
-    """The relation of priors among ``tokens`` tokens, bool (T, T): what each query may see.
+    """The relation of priors among ``tokens`` tokens, bool (T, T): which keys each query may see.
 
-    causal, include_self: unless the priors say so themselves.
+    causal, include_self: used where the priors do not set them.
     """
     require_whole("influence: tokens", tokens)
     found = intervals_of(tokens, tokens, priors if isinstance(priors, tuple) else (priors,), causal, include_self)
@@ -44,12 +43,11 @@ def visible(
 
 
 def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
-    """Which inputs can reach which outputs through the layers, the first one first: bool (..., T, T), [t, s] where
-    input s can reach output t.
+    """Which inputs can reach which outputs: bool (..., T, T), True at [t, s] where input s can reach output t.
 
     Args:
-        layers: one layer, or a list of them.
-        tokens: T, where every layer is given by priors.
+        layers: one layer, or a list of layers from first to last.
+        tokens: T, required if every layer is given by priors.
 
     Raises: ArgumentError for relations that are not square, not of one size or not bool.
     """
@@ -61,12 +59,11 @@ def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
 
 
 def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
-    """The fewest layers through which input s can reach output t, int64 (..., T, T): 0 for a token and itself,
-    ``NEVER`` = -1 where no number does.
+    """The fewest layers through which input s can reach output t, int64 (..., T, T).
 
-    One layer is repeated as often as anything new is reached; a list is what it is, from its first layer on. So
-    ``depth(...).max()`` is the number of layers from which on more bring nothing. Arguments and errors as in ``reach``.
-    Work: T^3 a layer.
+    The entry is 0 for a token and itself, and ``NEVER`` = -1 where s never reaches t. A single layer is repeated until
+    nothing new is reached; a list is applied once, from its first layer. ``depth(...).max()`` is thus the number of
+    layers after which more layers add nothing. Arguments and errors as in ``reach``. Cost: T^3 per layer.
     """
     relations = _relations(layers, tokens)
     repeated = not _is_list(layers)
@@ -84,12 +81,12 @@ def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
 
 
 def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Which inputs the outputs of a function do depend on at x, by its derivative: x (..., T, D) -> bool (..., T', T).
+    """Which inputs the outputs of a function depend on at x, by its derivative: x (..., T, D) -> bool (..., T', T).
 
-    Row t is where the gradient of a random combination of the numbers of y_t is not 0. Of a model it lies within
-    ``reach``. T' backward passes.
+    Row t is True where the gradient of a random combination of the numbers of y_t is not 0. For a model it lies within
+    ``reach``. Cost: T' backward passes.
 
-    Raises: ArgumentError when the function gives no tokens with the leading axes of x.
+    Raises: ArgumentError when the output of the function lacks the leading axes of x.
     """
     require(
         x.ndim >= 2 and x.is_floating_point(),

@@ -1,19 +1,19 @@
-"""O-sets: membership that is witnessed or not yet, and reports of three values made of two of them.
+"""O-sets: sets whose membership is witnessed or not yet, and three-valued reports made of two of them.
 
-A stage is what is known at some time, of whatever type; a later stage continues an earlier one when it knows all that
-and perhaps more. At a stage t an o-set X says of each of finitely many records w whether its acceptance is witnessed: a
-bool tensor over the records, whose False is "not yet" and never "no". Acceptance is stable when no continuation takes
-it back (``withdrawn`` finds where one does).
+A stage is what is known at some time, of any type. A later stage continues an earlier one when it knows at least as
+much. At a stage t, an o-set X gives a bool tensor over finitely many records w: True where acceptance is witnessed,
+False for "not yet", never "no". Acceptance is stable when no continuation withdraws it; ``withdrawn`` finds where one
+does.
 
     join     w in_t X | Y      iff  w in_t X or w in_t Y              least upper bound of the preorder ``refines``
     meet     w in_t X & Y      iff  w in_t X and w in_t Y             greatest lower bound
     product  (w, u) in_t X * Y iff  w in_t X and u in_t Y
     report   ACCEPTED where only ``yes`` accepts, CONTRADICTED where only ``no``, its rival, does, UNDECIDED elsewhere
 
-All three keep stability. A complement does not: what is not accepted yet may be later, so that "not X" would be taken
-back. Only where X is decided once and for all does one exist (the source says that none ever does, and overlooks
-those). A report keeps what it said along continuations when its two o-sets are stable and never accept one record both;
-where they come to do so it falls back to UNDECIDED.
+Join, meet and product keep stability. A complement does not: a record that is not accepted yet may be accepted later,
+which would withdraw "not X". A stable complement exists only where X is decided once and for all. (The source says that
+none exists, and overlooks this case.) A report keeps its values along continuations when both o-sets are stable and
+never accept the same record. Where both accept a record, the report becomes UNDECIDED.
 Source: Geometric Attention, appendix A.
 """
 
@@ -46,8 +46,9 @@ class OSet(Generic[Stage]):
 
     @classmethod
     def generated(cls, generators: Sequence[Callable[[Stage], Tensor]], protocol: Callable[[Stage], Tensor]) -> Self:
-        """The o-set of a generator family and an answer protocol: accepted are records that some generator has logged
-        and the protocol accepts.
+        """The o-set of a family of generators and an answer protocol.
+
+        It accepts the records that some generator has logged and the protocol accepts.
 
         Raises: ArgumentError without a generator, since nothing would ever be logged.
         """
@@ -86,15 +87,11 @@ class OSet(Generic[Stage]):
         return OSet(accepts)
 
     def refines(self, other: "OSet[Stage]", stages: Iterable[Stage]) -> bool:
-        """Whether at each of these stages all that this one accepts is accepted by the other, too: the preorder of
-        o-sets.
-        """
+        """Whether the other o-set accepts all that this one accepts, at each of these stages (the preorder)."""
         return all(bool(torch.le(*_alike("refines", self.at(stage), other.at(stage))).all()) for stage in stages)
 
     def withdrawn(self, history: Iterable[Stage]) -> "Withdrawal | None":
-        """The first acceptance that is taken back along stages that continue one another, or None when acceptance is
-        stable there.
-        """
+        """The first acceptance that is withdrawn along stages that continue one another, or None if there is none."""
         before: Tensor | None = None
         for place, stage in enumerate(history):
             now = self.at(stage)
@@ -146,11 +143,11 @@ class Reporter(Generic[Stage]):
         )
 
     def decoded(self, stage: Stage, decode: Tensor) -> tuple[Tensor, Tensor]:
-        """(yes, no), bool (elements,): elements of which some record is accepted.
+        """(yes, no), bool (elements,): for each element, whether some record of it is accepted.
 
-        decode (records,): the element, from 0, that each record stands for.
+        decode (records,): the element that each record stands for, counted from 0.
 
-        Raises: ArgumentError unless decode names one element a record and every element from 0 to its largest.
+        Raises: ArgumentError unless decode gives one element per record and reaches every element up to its largest.
         """
         yes, no = _alike("decoded", self.yes.at(stage).flatten(), self.no.at(stage).flatten())
         fits = decode.dtype == torch.int64 and decode.shape == yes.shape and decode.numel() > 0
@@ -170,9 +167,7 @@ class Reporter(Generic[Stage]):
         return empty.index_put((decode[yes],), empty.new_ones(())), empty.index_put((decode[no],), empty.new_ones(()))
 
     def certified(self, stage: Stage, decode: Tensor) -> bool:
-        """Whether a stage is certified two-valued: each element has a decided record, and none has records of both
-        labels.
-        """
+        """Whether a stage is certified two-valued: each element has a decided record, and none has both labels."""
         yes, no = self.decoded(stage, decode)
         return bool((yes ^ no).all())
 
@@ -206,7 +201,7 @@ def _alike(verb: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     require(
         a.shape == b.shape,
         f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. "
-        "For pairs of unlike records use product.",
+        "Use product for pairs of different records.",
     )
     return a, b
 

@@ -1,13 +1,15 @@
-"""Probes: what is observed of a kernel, which scalings of it no observation sees, and what of a score is left when
-those are taken out.
+"""Probes: what can be observed of a kernel, which scalings no observation sees, and what remains of a score without
+them.
 
-A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden: exp(-800) is 0 in float64, so
-that a gauge is exact in log space alone. With the exponential link log K is the score with the log prior added, and a
-scaling a_t K_ts b_s adds fields to it, S_ts + log a_t + log b_s.
+A kernel is given by its logarithm, log K (..., T, S), with -inf for forbidden pairs. exp(-800) is 0 in float64, so
+gauges are exact in log space only. With the exponential link, log K is the score plus the log prior, and a scaling a_t
+K_ts b_s adds fields to it: S_ts + log a_t + log b_s.
 
-All of this is dense and in float64: it looks at heads of some hundred tokens, and runs none. So it may look at causal
-heads too, whose columns are sums over later queries; an anchor may not (a balanced plan under a causal mask lets
-earlier rows depend on later ones). Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
+Everything here is dense and in float64, for the analysis of heads with some hundred tokens. It may therefore analyse
+causal heads, whose columns are sums over later queries. An anchor may not: under a causal mask, earlier rows of a
+balanced plan would depend on later ones.
+
+Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
 """
 
 import math
@@ -24,9 +26,7 @@ By = Literal["row", "column", "both"]
 
 
 class Observed(NamedTuple):
-    """What a probe sees of K, log P_ts = left_t + log K_ts + right_s (..., T, S), and by which scaling, left (..., T)
-    and right (..., S).
-    """
+    """What a probe sees of K: log P_ts = left_t + log K_ts + right_s (..., T, S); left (..., T), right (..., S)."""
 
     log: Tensor
     left: Tensor
@@ -94,17 +94,17 @@ class Kernel(Probe):
 
 @dataclass(frozen=True, eq=False)
 class EntropicPlan(Probe):
-    """The entropic plan of K: P = argmin KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(a | b) = sum a log(a
-    / b) - a + b.
+    """The entropic plan P = argmin KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu) of a kernel K.
 
-    rho: (rho_1, rho_2) >= 0, None = a constraint: with two of them, the default, the plan is balanced. reference: R,
-    "masses" for mu nu^T K or "kernel" for K, as in ``anchor.UnbalancedPlan``, whose plan this is. rows (T,) and columns
-    (S,): the marginals mu and nu, positive; None = uniform, of sum 1. A side that is constrained is one whose scaling
-    is not seen; one that is only drawn to its marginal shows it.
-    tolerance: scalings end where no log factor changes by more, relative to the largest. iterations: at most so many.
+    KL(a | b) = sum a log(a / b) - a + b. It is the plan of ``anchor.UnbalancedPlan``.
 
-    Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and scalings that do
-    not settle.
+    rho: (rho_1, rho_2) >= 0; None = an exact constraint. The default, two constraints, gives the balanced plan.
+    reference: R, "masses" for mu nu^T K or "kernel" for K. rows (T,), columns (S,): the positive marginals mu and nu;
+    None = uniform with sum 1. The probe does not see the scaling of a constrained side. It sees the scaling of a
+    penalised side.
+    tolerance: the iteration ends when no log factor changes by more, relative to the largest. iterations: the limit.
+
+    Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and no convergence.
     """
 
     rows: Tensor | None = None
@@ -118,7 +118,7 @@ class EntropicPlan(Probe):
         good = isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho)
         require(
             good,
-            "probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received "
+            "probe.EntropicPlan: rho must be two numbers >= 0, or None for an exact constraint, received "
             f"{self.rho!r}.",
         )
         require(
@@ -142,7 +142,7 @@ class EntropicPlan(Probe):
             empty = log_kernel.isneginf().all(axis).nonzero()
             require(
                 not len(empty),
-                f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} "
+                f"probe.EntropicPlan: every row and column needs an allowed pair, but {side} "
                 f"{empty[0, -1] if len(empty) else 0} has none. Leave it out.",
             )
         mu, nu = (
@@ -154,7 +154,7 @@ class EntropicPlan(Probe):
         require(
             fits,
             f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and "
-            f"{masses[1]:g}. Scale one, or give a rho.",
+            f"{masses[1]:g}. Scale one of them, or give a rho.",
         )
         log_mu, log_nu = mu.log().to(log_kernel.device), nu.log().to(log_kernel.device)
         give, take = (1.0 if rho is None else rho / (1 + rho) for rho in self.rho)
@@ -166,8 +166,8 @@ class EntropicPlan(Probe):
             left = own - give * (log_kernel + right[..., None, :]).logsumexp(-1)
             right = other - take * (log_kernel + left[..., None]).logsumexp(-2)
             change = max(float((now - before).abs().max()) for now, before in zip((left, right), earlier, strict=True))
-            # relative to the factors, whose last digit is all that is left where K underflows; what is not a number
-            # goes on to be reported
+            # relative to the factors, because only their last digits remain where K underflows; NaN ends the loop
+            # and is reported
             if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
                 return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
         off = float(
@@ -191,7 +191,7 @@ class EntropicPlan(Probe):
         require(
             good,
             f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. "
-            "Leave out tokens that are to have no mass.",
+            "Leave out tokens without mass.",
         )
         return given.double()
 
@@ -209,10 +209,9 @@ class Equivalence(NamedTuple):
 
 
 def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance: float = 1e-9) -> Equivalence:
-    """Whether ``probe`` sees the same of two kernels, log K1 and log K2 (..., T, S), and the scaling between them that
-    it does not see.
+    """Whether ``probe`` sees the same in log K1 and log K2 (..., T, S), and the unseen scaling between them.
 
-    Raises: ArgumentError for kernels of different shapes, and what ``probe.observe`` raises.
+    Raises: ArgumentError for kernels of different shapes, and as ``probe.observe`` does.
     """
     require(
         log_first.shape == log_second.shape,
@@ -235,13 +234,12 @@ class Fields(NamedTuple):
 
 
 def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fields:
-    """The representative of scores (..., T, S) up to row fields (``row``), column fields (``column``) or both: the one
-    whose weighted sums vanish.
+    """Scores I (..., T, S) with row fields, column fields or both (``by``) removed: their weighted sums vanish.
 
-    For ``both``, sum_s w_ts I_ts = 0 and sum_t w_ts I_ts = 0 at once. Under a mask no closed form gives it (subtracting
-    means one after the other depends on the fields that were to go): the two sets of equations are solved. The
-    constant, of which rows and columns can give each other any part, is the rows': columns have a weighted mean of zero
-    (in each part of the pairs that no chain of allowed pairs joins to the rest).
+    For ``both``, sum_s w_ts I_ts = 0 and sum_t w_ts I_ts = 0 hold at once. Under a mask there is no closed form, so the
+    two sets of equations are solved. (Subtracting row means and then column means leaves a result that depends on the
+    removed fields.) The constant belongs to the rows: columns have a weighted mean of zero in each connected part of
+    the allowed pairs.
 
     weight: w (..., T, S) > 0 on allowed pairs, None = 1.
 
@@ -262,14 +260,14 @@ def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fi
 
 
 def _columns(scores: Tensor, weight: Tensor) -> Tensor:
-    """The column field of the normal equations, after the rows are eliminated: (D_c - W^T D_r^-1 W) c = W .
+    """The column field c of the normal equations, with the rows eliminated.
 
-    S summed by column - W^T row means.
+    (D_c - W^T D_r^-1 W) c = (W * S summed over rows) - W^T (row means of S).
     """
     by_row, by_column = weight.sum(-1), weight.sum(-2)
     share = weight / torch.where(by_row > 0, by_row, 1)[..., None]
-    # divided by the root of the columns' weights on both sides: its least solution then has a weighted mean of zero in
-    # every connected part
+    # divided by the root of the columns' weights on both sides, so that the minimum-norm solution has a weighted mean
+    # of zero in every connected part
     root = torch.where(by_column > 0, by_column, 1).sqrt()
     system = torch.diag_embed(by_column) - weight.mT @ share
     right = (weight * (scores - _mean(scores, weight, -1)[..., None])).sum(-2)
@@ -278,9 +276,7 @@ def _columns(scores: Tensor, weight: Tensor) -> Tensor:
 
 
 class Energies(NamedTuple):
-    """Weighted squares of scores about their mean, (...): what the row field takes away, the column field then, and
-    what is left.
-    """
+    """Weighted squares of scores about their mean, (...): removed by the row field, then by columns, and the rest."""
 
     gauge: Tensor
     columns: Tensor
@@ -313,7 +309,7 @@ class NormalForm:
     """S_ts ~ rows_t + columns_s + queries_t . keys_s with queries (..., T, r) and keys (..., S, r).
 
     explained (...): the share of the interaction's energy in the dot product. best: whether no form of this rank has a
-    larger one.
+    larger share.
     """
 
     rows: Tensor
@@ -334,14 +330,14 @@ class NormalForm:
 
 
 def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, sweeps: int = 100) -> NormalForm:
-    """Row field, column field, and a dot product of ``rank`` numbers for the interaction of scores (..., T, S).
+    """Row field, column field, and a dot product of rank ``rank`` for the interaction of scores (..., T, S).
 
-    Without mask or weight the singular value decomposition of the interaction gives the best one (Eckart and Young).
-    With either there is no such theorem: queries and keys are fitted in turn by least squares on the allowed pairs,
-    from the decomposition with zeros elsewhere, which never gets worse and ends in a local optimum (``best`` is False).
-    sweeps: at most so many turns.
+    Without mask or weight, the singular value decomposition gives the best form (Eckart and Young). With either,
+    queries and keys are fitted in turn by least squares on the allowed pairs. The fit starts from the decomposition
+    with zeros on forbidden pairs, never gets worse, and ends in a local optimum (``best`` is False). sweeps: the limit
+    of turns.
 
-    Raises: ArgumentError for a rank below 1 or above min(T, S), and what ``centred`` raises.
+    Raises: ArgumentError for a rank below 1 or above min(T, S), and as ``centred`` does.
     """
     require_whole("probe.normal_form: rank", rank)
     require(
@@ -362,9 +358,7 @@ def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, swee
 
 
 def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
-    """Least squares for queries and keys in turn, until a sweep takes away less than a ten-thousandth of what is
-    missed.
-    """
+    """Least squares for queries and keys in turn, until a sweep reduces the error by less than one ten-thousandth."""
     missed = _square(target - queries @ keys.mT, weight)
     for _ in range(sweeps):
         queries = _regress(target, weight, keys)
@@ -377,8 +371,9 @@ def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sw
 
 
 def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
-    """Each row's best coefficients of ``keys`` for its targets; where several are (a row that sees fewer keys than the
-    rank), nearly the shortest.
+    """The best coefficients of ``keys`` for the targets of each row, by least squares.
+
+    A row that sees fewer keys than the rank has several solutions, and gets nearly the shortest.
     """
     gram = torch.einsum("...ts,...sa,...sb->...tab", weight, keys, keys)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -389,10 +384,9 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
 
 
 def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tensor:
-    """KL of what ``probe`` sees of K from what it sees of another kernel, a row, (..., T), 0 for empty rows; both as
-    log K (..., T, S).
+    """KL divergence per row, (..., T), between what ``probe`` sees of two kernels, log K and other (..., T, S).
 
-    KL(p | m) = sum p log(p/m) - p + m, which is the usual one for rows of sum one.
+    KL(p | m) = sum p log(p/m) - p + m, the usual one for rows of sum 1. Empty rows give 0.
     """
     seen, model = (
         probe.observe(log_kernel).log,
@@ -403,19 +397,19 @@ def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tens
 
 
 def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe = Rows()) -> NormalForm:
-    """A form of the same rank, nearer to what ``probe`` sees: columns, queries and keys that lessen the mean
-    ``divergence`` from that of ``scores`` (..., T, S).
+    """A form of the same rank with a smaller mean ``divergence`` from what ``probe`` sees of scores (..., T, S).
 
-    The best squared error of scores is not the best of weights: an error where a row has no weight costs nothing. From
-    ``form`` on, by L-BFGS, and never worse than it; rows are fitted too where the probe sees them, and stay where it
-    does not. ``explained`` is that of the new dot product. probe: ``Rows`` or ``Kernel``; a plan has no gradient here.
-    steps: of the optimiser.
+    The form with the smallest squared error of scores is not the best for weights, because an error on a pair without
+    weight does no harm. L-BFGS improves columns, queries and keys of ``form``, and also its rows if the probe sees
+    them. The result is never worse than ``form``, and its ``explained`` is that of the new dot product.
+
+    probe: ``Rows`` or ``Kernel``; a plan has no gradient here. steps: of the optimiser.
     """
     require_whole("probe.refined: steps", steps)
     require(
         isinstance(probe, Rows | Kernel),
-        f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no "
-        "gradient passes.",
+        f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which has no "
+        "gradient.",
     )
     scores = _checked("probe.refined", scores)
     start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
@@ -478,9 +472,7 @@ def _filled(scores: Tensor) -> Tensor:
 
 
 def _explained(target: Tensor, made: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-    """The share of the energy of ``target`` that ``made`` has; 1 where scores are all fields and the interaction is
-    their rounding.
-    """
+    """The share of the energy of ``target`` in ``made``; 1 where the interaction is only rounding of the fields."""
     whole = _square(target, weight)
     some = whole > 1e-24 * _square(scores.double(), weight)
     return torch.where(some, 1 - _square(target - made, weight) / torch.where(some, whole, 1), 1)

@@ -1,19 +1,18 @@
-"""Updates by weights: conditionals and plans, gated mixtures of them, and feed-forward layers as plans over their
-hidden units.
+"""Updates by weights: conditionals and plans, gated mixtures of them, and feed-forward layers as plans.
 
     y_i = Σ_j w_ij v_j        plan: w >= 0        conditional: w >= 0 and Σ_j w_ij = 1
 
-A gated mixture is one update on the disjoint union of the carriers of its parts, where each part has keys and values of
-its own:
+A gated mixture is one update on the disjoint union of the carriers of its parts, where each part has its own keys and
+values:
 
     Σ_k g_ik Σ_j w^k_ij v^k_j = Σ_(k, j) (g_ik w^k_ij) v^k_j
 
-It is a conditional where all parts are and g_i is a distribution over them, and a plan where all parts are plans and g
->= 0. A feed-forward layer W a(x) is a plan on the carrier of ± hidden units: unit h weighs a_h⁺ for the value W_h and
-a_h⁻ for -W_h, whatever the activation. A mixture of experts is a conditional on the carrier of experts, whose values
-depend on the row.
+It is a conditional if all parts are conditionals and g_i is a distribution over them. It is a plan if all parts are
+plans and g >= 0. A feed-forward layer W a(x) is a plan on the carrier of ± hidden units, for any activation: unit h has
+weight a_h⁺ on the value W_h and a_h⁻ on -W_h. A mixture of experts is a conditional on the carrier of experts, with
+values that depend on the row.
 
-Weights of both signs (a Gegenbauer series, ridge and Koopman read-outs) are neither, and are refused.
+Weights of both signs (a Gegenbauer series, ridge and Koopman read-outs) are neither, and raise an error.
 
 Source: Geometric Attention, definitions 5.10 to 5.13, propositions 5.2 and 5.3, theorem 5.1, corollary 5.3.
 """
@@ -71,7 +70,7 @@ class PlanUpdate:
         require(
             empty == 0,
             f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. "
-            "An update without evidence is the identity of its stage, and no conditional.",
+            "An update without evidence leaves its input unchanged and is not a conditional.",
         )
         return Conditional(self.weights / self.masses[..., None])
 
@@ -86,15 +85,18 @@ class Conditional(PlanUpdate):
 
 
 def mixed(gate: Tensor, parts: Sequence[PlanUpdate]) -> PlanUpdate:
-    """The gated mixture, on the disjoint union of the parts' keys in their order: weights (..., T, S_1 + ... + S_K);
-    values are joined alike, ``torch.cat``.
+    """The gated mixture on the disjoint union of the parts' keys, in order: weights (..., T, S_1 + ... + S_K).
+
+    Join the values in the same order with ``torch.cat``.
 
     Args:
-        gate: (..., T, K) >= 0, a column a part.
-        parts: all conditionals, whose mixture is one if each row of the gate sums to 1; or else plans.
+        gate: (..., T, K) >= 0, one column per part.
+        parts: conditionals or plans. Conditionals with a gate whose rows sum to 1 give a conditional.
 
-    Returns: a ``Conditional`` of conditionals, a ``PlanUpdate`` else. Raises: ArgumentError for a gate of another
-    number of parts, negative, or of conditionals and no distribution.
+    Returns: a ``Conditional`` if all parts are, else a ``PlanUpdate``.
+
+    Raises: ArgumentError for a gate of another number of parts, a negative gate, or a gate of conditionals whose rows
+    do not sum to 1.
     """
     found = [*parts]
     require(
@@ -125,11 +127,10 @@ def columns(read: Tensor) -> Tensor:
 
 
 def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None = None) -> PlanUpdate:
-    """The plan of the layer read(activation(lift x + bias)): ``feed_forward(x, lift, "gelu", bias)(columns(read))``, to
-    which the read-out's bias is added.
+    """The plan of the layer read(activation(lift x + bias)), without the bias of its read-out.
 
-    x (..., T, dim), lift (m, dim), bias (m,) -> weights (..., T, 2 m). Other layers, gated ones too: ``signed`` of
-    their hidden units.
+    The layer is ``feed_forward(x, lift, "gelu", bias)(columns(read))`` plus that bias. x (..., T, dim), lift (m, dim),
+    bias (m,) -> weights (..., T, 2 m). For other layers, such as gated ones, use ``signed`` of their hidden units.
 
     Raises: ArgumentError for an unknown activation.
     """
