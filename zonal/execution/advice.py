@@ -13,10 +13,12 @@ _CALLER = 4  # frames above: advise, attention, the check of names
 
 
 def advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start: bool) -> None:
-    """Warn of a mask that hides every key of a sequence, and of tokens where heads belong. from_start: nothing came before, and no masses of queries are given.
+    """Warn when a mask hides every key of a sequence, and when the head and token axes look swapped.
 
-    Nothing is asked inside a graph or of a GPU, which would have to wait for the answer. A sequence without keys is in order after a memory, where others of
-    its batch go on. Axes are taken for swapped from more than 128 heads on, with two tokens or more and at least four heads a token.
+    from_start: no memory precedes the call, and no masses of queries are given. Nothing is checked inside a graph or on
+    a GPU, where the check would have to wait for the device. After a memory, a sequence may have no new keys while
+    others of its batch continue, so nothing is said then. Axes look swapped when there are more than 128 heads, two
+    tokens or more, and at least four heads per token.
     """
     if not from_start or torch.compiler.is_compiling() or transforms.active() or q.ndim != 4 or k.ndim != 4:
         return

@@ -53,14 +53,20 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """q (B, H, T, D) and k (B, Hkv, S, D) are prepared by the score and in the computing type (float32 or better), as is v (B, Hkv, S, P).
+    """A checked call. The score has prepared q (B, H, T, D) and k (B, Hkv, S, D); v is (B, Hkv, S, P). All are in the
+    computing type (float32 or better).
 
-    They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
-    coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
-    it is also contained in ``bias``, but for anchors that solve. shared: raw queries and keys of one head that all heads share, before they were
-    spread over them; or None. marginals: the masses of queries and keys, for anchors that couple queries. causal: whether queries are tied to positions at all (declared or asked for).
-    held: what the call goes on from, None = nothing, and no memory is returned; memory: that memory itself, None where only the plan of such a
-    call is wanted. place: the device that the call is planned for, None = that of its tensors.
+    q, k and v are prepared when a path asks for them. A kernel that prepares them itself takes ``raw`` (None once
+    tokens have been replaced).
+
+    coefficients: the link's, in the computing type, (n, H or 1, 1, 1).
+    log_decay: (B or 1, Hkv, S) float64 or None; 0 on padding. ``bias`` contains it too, except for anchors that solve.
+    shared: the raw queries and keys of one head that all heads share, before they were expanded; or None.
+    marginals: the masses of queries and keys, for anchors that couple queries.
+    causal: whether queries have positions at all, declared by the operator or requested by the call.
+    held: what the call continues from; None means nothing, and that no memory is returned.
+    memory: the memory that the call continues from; None when only the plan of such a call is wanted.
+    place: the device that the call is planned for; None is that of its tensors.
     """
 
     operator: Operator
@@ -287,7 +293,10 @@ def prepare(
     start: Potentials | None = None,
     past: int = 0,
 ) -> Call:
-    """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
+    """Check the arguments against the operator, and prepare queries, keys, masks and biases.
+
+    past: the number of tokens that the call continues from.
+    """
     shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if key_padding_mask is not None:  # whatever padding holds, NaN included, is in no product, here or in the gradients
@@ -420,7 +429,7 @@ def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor
 
 
 def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:
-    """The call with prepared keys and values before its own: (k, v, key mask, log decay, key bias) as a memory of keys holds them.
+    """The call with prepared keys and values before its own: (k, v, key mask, log decay, key bias) of a memory of keys.
 
     Queries stay where they are, at the end; without causality they see everything.
     """

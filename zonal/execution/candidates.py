@@ -1,4 +1,4 @@
-"""Which keys each query meets on the sparse path: those in its own buckets of hash tables, and the nearest in position."""
+"""The keys that each query compares on the sparse path: those in its buckets of hash tables, and the nearest ones."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,9 @@ from zonal.kernels.sparse import Candidates
 
 
 def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
-    """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them.
+    """The candidates of a call's queries. The window is the first table, with a single bucket that holds every key.
+
+    native: the kernel sorts them.
 
     Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
     """
@@ -55,7 +57,10 @@ def places(
 
 
 def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]:
-    """The keys that the queries of a span meet, (B, H, t, C) int64, and which of the C count: each key once. reach: the most of a table."""
+    """The keys that the queries of a span compare, (B, H, t, C) int64, and a mask of those that count (each key once).
+
+    reach: the most keys that a table gives.
+    """
     start, stop = (x[:, :, span].long() for x in (found.start, found.stop))
     groups = start.shape[1] // found.order.shape[1]
     order = found.order.long().repeat_interleave(groups, 1) if groups > 1 else found.order.long()
@@ -66,7 +71,7 @@ def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]
     key = order.gather(3, flat).unflatten(3, at.shape[2::2]).transpose(2, 3)
     key = torch.where(there, key, order.shape[3]).flatten(3).sort(-1).values
     fresh = torch.nn.functional.pad(key[..., 1:] != key[..., :-1], (1, 0), value=True) & (key < order.shape[3])
-    # what fills up a row is one of its own keys: a score may look at all of them together, and no later one may have a part in it
+    # Rows are padded with one of their own keys: a score may look at all keys together, and later ones must not count.
     return torch.where(key < order.shape[3], key, key[..., :1]).clamp_max(max(order.shape[3] - 1, 0)), fresh
 
 

@@ -1,7 +1,7 @@
 """The chunked path: sequences in blocks over a carried state of fixed size. Exact; linear in the number of tokens.
 
-Operators whose kernel is a polynomial of a dot product carry sums of features (``scan``); ridge and Koopman read-outs of a plain
-product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
+Operators whose kernel is a polynomial of a dot product carry sums of features (``scan``). Ridge and Koopman read-outs
+of a plain product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
 """
 
 from typing import cast
@@ -43,7 +43,7 @@ _LOST = 1e-3  # of a number, from which on float32 is not enough: LOST of ridge.
 
 
 def ridge_block(dim: int) -> int:
-    """Tokens a block for keys of ``dim`` numbers: as many as the inverse has rows is about best, measured for 16 to 64."""
+    """Tokens per block for keys of ``dim`` numbers. The best is about ``dim`` (measured for 16 to 64)."""
     return min(max(dim, 32), 64)
 
 
@@ -103,7 +103,7 @@ def chunked(
 
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
-    """The memory of a call's operator before its first token, for keys and values in ``dtype`` (that of the call's result)."""
+    """The memory of a call's operator before its first token. ``dtype`` of keys and values: by default the result's."""
     batch, heads = call.k.shape[:2]
     return Memory.empty(call.operator, batch, heads, call.head_dim, call.v.shape[3], dtype or call.dtype, call.k.device)
 
@@ -116,7 +116,7 @@ def tail(call: Call, first: int) -> Call:
 
 
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
-    """(the keys to run over, the memory of what lies before them): tokens that waited for their chunk to end come first again."""
+    """(keys of this run, the memory before them). Tokens that waited for their chunk to end come first again."""
     tokens = call.new_tokens
     if memory is None:
         return tokens, None
@@ -256,8 +256,11 @@ def _ridge(
 
 @torch.no_grad()
 def loses_digits(z: Tensor, before: Tensor | None, tokens: int, rho: Tensor, anchor: Ridge) -> bool:
-    """Whether float32 would lose three digits: where the squared length of keys z over the ridge, whose square gradients are as wrong as, is large; and
-    past a thousand tokens, where keys, after others with sum ``before``, that fill few directions make eps |G| |P| large."""
+    """Whether float32 would lose three digits.
+
+    It does when the squared length of keys z is large against the ridge: gradients lose as much. Past a thousand tokens
+    it also does when keys that fill few directions, after others with sum ``before``, make eps |G| |P| large.
+    """
     if z.dtype == torch.float64 or z.numel() == 0:
         return False
     eps, looks = torch.finfo(z.dtype).eps, not torch.compiler.is_compiling() and not transforms.active()
@@ -278,7 +281,7 @@ def loses_digits(z: Tensor, before: Tensor | None, tokens: int, rho: Tensor, anc
 
 
 def _ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> Tensor:
-    """rho (…, 1, 1) as it follows the keys with sum ``gram`` (…, r, r) and largest z.z ``peak`` (…, 1, 1), where it does."""
+    """rho (…, 1, 1) for keys with sum ``gram`` (…, r, r) and largest z.z ``peak`` (…, 1, 1). It may follow them."""
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     return anchor.moved(rho, peak, trace, gram.shape[-1]) if anchor.moving else rho
 

@@ -31,9 +31,12 @@ def measured(
     rows: int = 256,
     seed: int = 0,
 ) -> Coverage:
-    """Coverage of the sparse path for queries (B, H, T, D) and keys (B, Hkv, S, D): ``rows`` of the positions of queries, drawn by ``seed``, of every head.
+    """Coverage of the sparse path for queries (B, H, T, D) and keys (B, Hkv, S, D), on a sample of rows.
 
-    Raises: ArgumentError for what does not fit, an operator that the sparse path does not run, or no query that sees a key.
+    The sample has ``rows`` query positions, drawn by ``seed``, of every head.
+
+    Raises: ArgumentError for arguments that do not fit, for an operator that the sparse path cannot run, and when no
+        query sees a key.
     """
     call = prepare(operator, q, k, k, causal=causal, key_padding_mask=key_padding_mask)
     reason = refusal(call)

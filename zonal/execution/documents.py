@@ -1,6 +1,6 @@
-"""Packed documents as a batch: each document becomes a row of its own, in a few groups of like length.
+"""Packed documents as a batch: each document becomes a row, in a few groups of similar length.
 
-What runs a batch then runs packed sequences too, in parallel over documents, with at most half of a group being padding.
+Code for batches then runs packed sequences too, in parallel over documents. At most half of a group is padding.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
 
 
 def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor, Tensor]:
-    """(the call of some documents as a batch, position of each of its tokens (n, L), which of them are inside their document)."""
+    """(the call of some documents as a batch, the position of each token (n, L), and which tokens are real (n, L))."""
     start = torch.tensor([s for s, _ in members], dtype=torch.int64)[:, None]
     length = torch.tensor([n for _, n in members], dtype=torch.int64)[:, None]
     step = torch.arange(int(length.max()))

@@ -1,4 +1,4 @@
-"""``zonal.explain``: how a call would be run, what that costs, what was refused and why, and what the operator assumes."""
+"""``zonal.explain``: how a call would run, what it costs, what was refused and why, and what the operator assumes."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,11 @@ _HELD = 1024
 class Explanation:
     """A plan and its grounds. Printing it gives a page for people, ``to_dict`` plain values for programs.
 
-    plan: path, reason, estimates (fastest first), refused. memory_bytes: what one sequence leaves after 1k, 16k and 128k tokens; empty where
-    all queries are read together.
-    moves: the ledger. coverage: how much the sparse path's candidates caught of a sample, None without one. machine: whose constants the estimates stand on.
+    plan: path, reason, estimates (fastest first), refused.
+    memory_bytes: the memory of one sequence after 1k, 16k and 128k tokens; empty when all queries are read together.
+    moves: the ledger.
+    coverage: the share of a sample that the sparse path's candidates find, None without a sample.
+    machine: the machine whose measured speeds the estimates use.
     """
 
     operator: str
@@ -194,13 +196,15 @@ def explain(
     """How ``zonal.attention`` would run a call of these shapes, and why. Nothing of their size is allocated.
 
     Args:
-        q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). Without k_shape that of q, without v_shape that of k.
+        q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). By default k has the shape of q, and v
+            the shape of k.
         causal, scale, path: as ``zonal.attention`` has them.
         gradients: whether backward follows; what the operator learns then counts, too.
         key_padding: whether there is a key_padding_mask. packed: borders of documents, as cu_seqlens.
-        memory: how many tokens the call goes on from (True: 1024); a memory of the operator's own kind is then returned as well.
-        sample: queries and keys (B, H, T, D), (B, Hkv, S, D) such as the call will have. What the sparse path catches of them is measured on some rows, against
-            all keys: ``coverage``. For operators that declare a search.
+        memory: how many tokens the call continues from (True: 1024). The call then also returns a memory of the
+            operator's own kind.
+        sample: queries (B, H, T, D) and keys (B, Hkv, S, D) such as the call will have, for operators that declare a
+            search. ``coverage`` then says what the sparse path finds of them, measured on some rows against all keys.
 
     Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words.
     """

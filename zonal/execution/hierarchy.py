@@ -1,6 +1,8 @@
-"""Hierarchical attention without its weights: smallest blocks by themselves, and above them blocks as single tokens of mean queries, keys and values.
+"""Hierarchical attention without stored weights.
 
-Cost: T (n_1 + n_2 / n_1 + …) pairs for sizes (n_1, n_2, …), and as many for the blocks below the root as they are, squared.
+Tokens of the smallest blocks attend within their block. Above them each block is one token, with the means of its
+queries, keys and values. Cost: T (n_1 + n_2 / n_1 + …) pairs for sizes (n_1, n_2, …), and the square of the number of
+blocks below the root.
 """
 
 import itertools

@@ -1,10 +1,10 @@
 """What this machine can do: four numbers measured once, by which the planner turns work into seconds.
 
-``machine_for(device)`` reads them from the user's cache folder (ZONAL_CACHE names another one) or measures them in about a second
-and stores them, by machine, threads and torch version. The first process to finish wins and all use its numbers,
-so that the same call takes the same path in every process. Two machines of one kind measure unlike numbers, though, and so does one
-machine under another load: where the same path is needed everywhere, ``typical_rates`` sets measured numbers aside.
-Random numbers, gradients and saved-tensor hooks of the caller are never touched.
+``machine_for(device)`` reads them from the user's cache folder (ZONAL_CACHE names another one) or measures them in
+about a second and stores them, by machine, threads and torch version. The first process to finish wins and all use its
+numbers, so that the same call takes the same path in every process. Two machines of one kind still measure different
+numbers, and so does one machine under another load. Where the same path is needed everywhere, ``typical_rates`` plans
+with typical numbers instead. The caller's random numbers, gradients and saved-tensor hooks are never touched.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ _AROUND = 5.0
 class Machine:
     """Speeds of one machine for float32 work.
 
-    name: of the processor or accelerator. threads: of torch on a CPU, multiprocessors of a CUDA device. torch: its version.
-    products, compiled: multiply-adds a second of torch's matrix products and of compiled kernels, with all threads. bandwidth: bytes a
-    second of torch's elementwise operations, read and written. call: seconds of a torch call
-    that moves nothing, with the Python around it.
+    name: of the processor or accelerator. threads: of torch on a CPU, multiprocessors of a CUDA device. torch: its
+    version. products, compiled: multiply-adds per second of torch's matrix products and of compiled kernels, with all
+    threads. bandwidth: bytes per second of torch's elementwise operations, read and written. call: seconds of a torch
+    call that moves nothing, with the Python around it.
     contended: the processor was busy, so that speeds of several threads are those of one thread scaled up.
     memory_bytes: what the device has. note: where the numbers come from; it does not count in comparisons.
     """
@@ -77,7 +77,10 @@ class Machine:
 
     @staticmethod
     def from_dict(read: Any, note: str = "") -> "Machine":
-        """The machine that ``to_dict`` wrote. Raises: FileFormatError when anything is missing, foreign or not a positive number."""
+        """The machine that ``to_dict`` wrote.
+
+        Raises: FileFormatError when a number is missing or not positive, or a key is unknown.
+        """
         if not isinstance(read, dict) or read.get("schema") != SCHEMA:
             raise FileFormatError(f"machine: a file of schema {SCHEMA} is required.")
         values: dict[str, Any] = {"note": note}
@@ -97,8 +100,8 @@ class Machine:
         return Machine(**values)
 
 
-# a server processor with two threads, and a data-centre accelerator: used where nothing can be measured or kept, so that the choice
-# is still the same each time
+# A server processor with two threads, and a data-centre accelerator. They are used where nothing can be measured or
+# stored, so that the choice is still the same each time.
 TYPICAL_CPU = Machine("a typical processor", 2, "", 5e10, 8e10, 3e10, 8e-6, False, 8 << 30)
 TYPICAL_GPU = Machine("a typical accelerator", 1, "", 1e13, 1e13, 1e12, 1e-5, False, 16 << 30)
 
@@ -108,7 +111,7 @@ def typical(device: torch.device, note: str) -> Machine:
     return replace(TYPICAL_CPU if device.type == "cpu" else TYPICAL_GPU, note=note)
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def synchronise(device: torch.device) -> None:
@@ -120,8 +123,8 @@ def synchronise(device: torch.device) -> None:
 def seconds(device: torch.device, work: Callable[[], object], repeat: int = 1) -> float:
     """Seconds of ``repeat`` runs one after the other, until all of them are done.
 
-    On CUDA by events on the stream that the work is queued on: what waiting for the device costs is not in them, but the time in which
-    the device waits for the next launch is, as it is in any call.
+    On CUDA the time is between events on the stream of the work. It leaves out the wait for the device, but includes
+    the time in which the device waits for the next launch, as any call does.
     """
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
@@ -140,7 +143,7 @@ def seconds(device: torch.device, work: Callable[[], object], repeat: int = 1) -
 
 
 def _fastest(device: torch.device, work: Callable[[], object], budget: float) -> float:
-    """The least seconds of one run: others' load only ever adds. Short work is timed many times over; at least three samples."""
+    """The least seconds of a run, as other load only adds time. Short work is timed many times, at least three."""
     work()
     synchronise(device)
     repeat, best, samples, start = 1, math.inf, 0, time.perf_counter()
@@ -170,7 +173,10 @@ def measure(device: torch.device, budget: float = 0.02) -> Machine:
 
 
 def _with_threads(device: torch.device, work: Callable[[], object], budget: float) -> tuple[float, bool]:
-    """Seconds with all threads. Where those lose to a single one, others have the processor: then (what they usually take, True)."""
+    """(seconds with all threads, False), or (usual seconds, True) when other work occupies the processor.
+
+    Other work is assumed when all threads are slower than one.
+    """
     several, many = _fastest(device, work, budget), torch.get_num_threads()
     if device.type != "cpu" or many == 1:
         return several, False
@@ -188,7 +194,7 @@ _TILES = {"cpu": (8, 256), "cuda": (32, 2048)}
 
 
 def _compiled(device: torch.device, budget: float) -> tuple[float, bool]:
-    """Multiply-adds a second of the compiled kernel of tiles, built now where it is not there yet; 0 where that cannot be."""
+    """Multiply-adds per second of the compiled kernel of tiles, built now if it is missing; 0 where it cannot be."""
     if device.type not in _TILES:
         return 0.0, False
     heads, tokens = _TILES[device.type]
@@ -204,7 +210,7 @@ def _compiled(device: torch.device, budget: float) -> tuple[float, bool]:
     return 2.0 * heads * tokens * tokens * 64 / took, contended
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
 def name(device: torch.device) -> str:
@@ -258,7 +264,7 @@ def free_memory(device: torch.device) -> int | None:
     return free
 
 
-# -- keeping -----------------------------------------------------------------------------------------------------------------
+# -- keeping ---------------------------------------------------------------------------------------
 
 
 def file_for(device: torch.device, count: int | None = None) -> Path:
@@ -305,7 +311,7 @@ def _obtain(device: torch.device) -> Machine:
                 return read(path, device)
             except FileFormatError as error:
                 why = f" because the file there could not be used ({error})"
-        # before the work: numbers that cannot be kept would differ from process to process, and so would the paths taken
+        # Checked before measuring: numbers that cannot be stored would differ between processes, and so would paths.
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} is not writable")
@@ -332,8 +338,8 @@ _typical: ContextVar[bool] = ContextVar("typical", default=False)
 def typical_rates() -> Iterator[None]:
     """Inside the body calls of this thread are planned by typical values, never by measured ones.
 
-    Paths differ in the last bits of their results. Two paths with nearly the same estimate change places with the numbers that happened to be
-    measured, so a run that must repeat on another machine of its kind is planned without them.
+    Paths differ in the last bits of their results. When two paths have nearly equal estimates, the measured speeds
+    decide between them. A run that must repeat on another machine of its kind is therefore planned without them.
     """
     token = _typical.set(True)
     try:
@@ -350,8 +356,8 @@ def _typical_for(device: torch.device) -> Machine:
 def machine_for(device: torch.device) -> Machine:
     """The speeds of a device: those of this process, of the cache folder, or measured now.
 
-    Inside ``typical_rates`` they are typical values. Inside a dispatch mode (fake tensors, counters, tracing) nothing is measured: a stored file
-    is used, or typical values.
+    Inside ``typical_rates`` they are typical values. Inside a dispatch mode (fake tensors, counters, tracing) nothing
+    is measured: a stored file is used, or typical values.
     """
     if _typical.get():
         return _typical_for(device)

@@ -14,7 +14,7 @@ def marginals_of(
     operator: Operator, seen: Visibility, shape: tuple[int, int, int, int, int], device: torch.device,
     dtype: torch.dtype, query_mass: Tensor | None, key_mass: Tensor | None, start: Potentials | None,
 ) -> Marginals | None:  # fmt: skip
-    """Log masses for (B, H, Hkv, T, S), those of each document summing to one; None for an operator whose queries do not depend on one another.
+    """Log masses for (B, H, Hkv, T, S); those of each document sum to one. None when queries do not affect one another.
 
     A document (or a whole sequence) of which queries or keys have no mass at all takes no part.
 

@@ -1,6 +1,6 @@
-"""The tiled path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one.
+"""The tiled path by a compiled kernel (C++ on the CPU, Triton on CUDA): which calls it takes, and how they are passed.
 
-What all bridges to kernels share is here, too: sentences of refusals, the anchor as the kernels name it, the link as source text.
+It also holds what all bridges to kernels share: refusal messages, the kernels' names of anchors, and links as source.
 """
 
 import functools
@@ -107,7 +107,7 @@ def without_triton(link: Link, code: Formula | None) -> Reason:
 
 
 def _carried(call: Call, code: Formula) -> bool:
-    """Whether all log priors are key biases that can be one number more of each key: log K = q . k + bias = (q, 1) . (k, bias)."""
+    """Whether the log priors are key biases that fit into each key: log K = q . k + bias = (q, 1) . (k, bias)."""
     bias = call.key_bias
     if (
         bias is None
@@ -174,7 +174,10 @@ def _code(link: Link, score: Score) -> Formula | None:
 
 
 def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
+
+    Raises: BuildError when the kernel does not compile.
+    """
     bound, seen = call.bound, call.visibility
     code, reduction = _code(bound.link, bound.score), bound.score.dot_reduction
     assert code is not None

@@ -83,7 +83,8 @@ class Numbers:
 def numbers_of(operator: Operator) -> list[Tensor]:
     """What an operator has learned, and what it drew or was fitted to."""
     # looked up past ``Module.__getattr__``, which takes a good part of a short step
-    learned, drawn = operator._modules["learned_parts"], operator._modules["fixed_parts"]._buffers  # type: ignore[union-attr]
+    fixed = operator._modules["fixed_parts"]
+    learned, drawn = operator._modules["learned_parts"], fixed._buffers  # type: ignore[union-attr]
     # what a parametrization computes is no parameter of the module itself, which has one more module then
     values = learned.values() if learned._modules else learned._parameters.values()  # type: ignore[union-attr]
     return [*values, *drawn.values()]  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""The tiled path of distance scores by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
+"""The tiled path of distance scores by a compiled kernel (C++ or Triton): which calls it takes, how they are passed."""
 
 from torch import Tensor
 
@@ -46,7 +46,10 @@ def _waves(link: Link) -> int | None:
 
 
 def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
+
+    Raises: BuildError when the kernel does not compile.
+    """
     bound, seen = call.bound, call.visibility
     if call.raw is None:
         q, k, v = call.tokens

@@ -1,4 +1,7 @@
-"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which ridge and Koopman read-outs it takes, and how a call becomes one."""
+"""The chunked path of ridge and Koopman read-outs by a compiled kernel (C++ on the CPU, Triton on CUDA).
+
+It decides which calls the kernel takes, and how a call is passed to it.
+"""
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
 def refusal(call: Call, remembers: bool = False) -> Reason:
-    """Why torch's blocks run in the kernel's place, or None. remembers: the call goes on from a memory, or leaves one."""
+    """Why torch's blocks run instead of the kernel, or None. remembers: the call continues from or leaves a memory."""
     return FAMILY.refusal(
         call.device.type, call.coefficients.dtype, lambda: _unfit(call, remembers), cuda=lambda: cuda_refusal(call)
     )
@@ -57,9 +60,10 @@ def cuda_refusal(call: Call) -> Reason:
 
 
 def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile.
+    """y (B, H, T, P) for a call that is not refused, and if asked the memory that follows ``memory``.
 
-    NonFiniteError where G + rho I is not positive definite; on CUDA, where that would wait for the device, such rows are NaN.
+    Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On
+        CUDA, where that check would wait for the device, the rows concerned are NaN instead.
     """
     seen, anchor = call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
@@ -118,7 +122,10 @@ def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tenso
 
 
 def runner(call: Call) -> Runner | None:
-    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    """The kernel for q, k and v like those of a call that is not refused, while its operator stays as it is.
+
+    None when a call needs more than the kernel.
+    """
     clipped, anchor = clipped_of(call), call.bound.anchor
     if clipped is None or call.raw is None:
         return None

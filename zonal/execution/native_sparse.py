@@ -89,7 +89,10 @@ def _point(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sparse(call: Call, found: Candidates) -> Tensor:
-    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
+
+    Raises: BuildError when the kernel does not compile.
+    """
     anchor = call.bound.anchor
     assert isinstance(anchor, TopK)
     q, k, factors = points(call.bound.score, call.q, call.k)

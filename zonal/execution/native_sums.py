@@ -1,4 +1,4 @@
-"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls with sums over features it takes, and how a call becomes one."""
+"""The chunked path of sums over features by a compiled kernel (C++ or Triton): which calls it takes, and how."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 def refusal(call: Call, kind: str | None = None) -> Reason:
-    """Why torch's scan runs in the kernel's place, or None. kind: of the memory that the call goes on from or leaves, None without."""
+    """Why torch's scan runs instead of the kernel, or None. kind: of the memory involved, None without a memory."""
     code = native.code_of(call.bound.link)
     return FAMILY.refusal(
         call.device.type,
@@ -60,10 +60,12 @@ def cuda_refusal(call: Call) -> Reason:
 
 
 def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and what follows ``memory``. Raises: BuildError when the kernel does not compile.
+    """y (B, H, T, P) for a call that is not refused, and what follows ``memory``.
 
-    A row of a positive link with the row anchor whose sum over features nearly vanishes is summed key by key, or is NaN where too little of what
-    a memory brought is left (``summed``).
+    With a positive link and the row anchor, a row whose sum over features nearly vanishes is summed key by key. It is
+    NaN where too little of a memory's part is left (``summed``).
+
+    Raises: BuildError when the kernel does not compile.
     """
     if isinstance(memory, FeatureSums) and call.chunk is not None:
         return _by_chunks(call, memory)
@@ -74,7 +76,7 @@ def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tenso
 
 
 def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
-    """With a memory whose last tokens wait for their chunk to end: they come before the call's, and what is left over waits again."""
+    """With a memory whose last tokens wait for their chunk to end. They come first, and the remainder waits again."""
     assert call.chunk is not None
     new, earlier = Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias), memory.committed()
     if new.length == 0:
@@ -106,7 +108,7 @@ def _given(call: Call) -> tuple[Tensor, Tensor]:
 def _run(
     call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None
 ) -> tuple[Tensor, Tensor]:
-    """y, and the state after the last key where there is a memory. placed: prepared keys and who sees them, in place of the call's own."""
+    """y, and with a memory the state after the last key. placed: prepared keys and who sees them, if not the call's."""
     bound, seen = call.bound, call.visibility
     code, features = native.code_of(bound.link), feature_map(bound.link)
     assert code is not None
@@ -162,7 +164,10 @@ def _kept_places(rule: Rule, keys: int) -> Places:
 
 
 def runner(call: Call) -> Runner | None:
-    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    """The kernel for q, k and v like those of a call that is not refused, while its operator stays as it is.
+
+    None when a call needs more than the kernel.
+    """
     bound, raw = call.bound, call.raw
     fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
     if (

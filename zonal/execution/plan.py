@@ -1,6 +1,7 @@
 """Which route runs a call, and why: of those that can run it and fit in memory, the one with the least estimated time.
 
-A route's time is multiply-adds / rate + bytes / bandwidth + launches x overhead, from its ``Work`` and the speeds of the machine.
+The time of a route is multiply-adds / rate + bytes / bandwidth + launches x overhead, from its ``Work`` and
+the machine.
 """
 
 import math
@@ -25,8 +26,8 @@ from zonal.kernels.build import BuildError
 class Estimate:
     """The predicted cost of one route, backward included where the call needs gradients.
 
-    flops: two for each multiply-add. bytes_moved: read and written. calls: of torch, or launches of a kernel. peak_bytes: the most memory in
-    use at once beyond the inputs, what backward keeps and the output included.
+    flops: two per multiply-add. bytes_moved: read and written. calls: torch calls or kernel launches. peak_bytes: the
+    most memory in use at once beyond the inputs, including the output and what backward keeps.
     """
 
     path: str
@@ -42,8 +43,9 @@ class Estimate:
 class Choice:
     """The chosen path and the reason in a sentence.
 
-    routes: that can run the call, the chosen one first. estimates: of each of them, in the same order. refused: path -> why it cannot, or does
-    not fit in memory. without: route -> why another one of its path runs.
+    routes: those that can run the call, the chosen one first. estimates: one per route, in the same order.
+    refused: path -> why it cannot run the call, or does not fit in memory. without: route -> why
+    another of its path runs.
     """
 
     path: str
@@ -60,7 +62,7 @@ def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, av
     Args:
         path: "auto" = of any path; else of this one.
         machine: speeds; None = measured once and kept (``machine.machine_for``).
-        available: bytes that a route may use; None = what is free, asked only when a route needs a good part of what there is.
+        available: bytes that a route may use; None = what is free, asked only when a route needs much of the memory.
 
     Raises: ArgumentError for an unknown path; PathError where none can run the call, with those that can.
     """
@@ -91,7 +93,7 @@ def _impossible(call: Call, path: str, found: Asked) -> PathError:
 
 
 def _traced(found: Asked) -> Choice:
-    """The choice in a call that is being traced, where nothing can be measured or asked of the system: the first that can run."""
+    """The choice for a call that is being traced, where nothing can be measured: the first route that can run it."""
     # a plan and a tree have no other form that is one graph
     whole = ("plan", "tree")
     tiles = [r for r in found.routes if r.path == "tiled" and (r.compiled or r.family in whole)]

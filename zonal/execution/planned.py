@@ -1,4 +1,4 @@
-"""``zonal.plan``: a plan is a value that runs. It is made from shapes, once, and runs calls of these shapes without planning again."""
+"""``zonal.plan``: a plan is made once from shapes, and then runs calls of these shapes without planning again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class _Kernel:
 
 
 class Plan:
-    """How calls of these shapes run: ``plan(q, k, v)`` runs one, ``print(plan)`` says how and why, as ``zonal.explain`` does.
+    """How calls of these shapes run. ``plan(q, k, v)`` runs one; ``print(plan)`` explains it as ``zonal.explain`` does.
 
-    What the operator has learned is read at each call, so that a plan follows its operator through training. Gradients flow through a plan
-    that was made for them. It holds for the shapes, type and device that it was made for, and refuses others.
+    The operator's learned numbers are read at each call, so that a plan follows its operator through training.
+    Gradients flow through a plan that was made for them. A plan refuses shapes, types and devices other than its own.
 
     path: that it takes. explanation: the choice and its grounds, as a value.
     """
@@ -66,7 +66,7 @@ class Plan:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """y (B, H, T, P) of ``zonal.attention`` for tensors as the plan was made for, by the route that it chose.
 
-        Raises: ArgumentError for tensors of other shapes, another type or device, a mask where none was planned (or none where one was),
+        Raises: ArgumentError for other shapes, another type or device, a mask where none was planned (or the reverse),
             and gradients where none were planned.
         """
         kernel = self._kernel
@@ -150,12 +150,14 @@ def plan(
 
     Args:
         operator: an Operator, or a spec such as "sko", which is read once.
-        q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). Without k_shape that of q, without v_shape that of k.
+        q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). By default k has the shape of q, and v
+            the shape of k.
         causal, scale, path: as ``zonal.attention`` has them.
         gradients: whether they flow; None = as torch.is_grad_enabled() says now.
         key_padding: whether calls have a key_padding_mask.
 
-    Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words; PathError for a path that cannot run such calls.
+    Raises: ArgumentError for arguments that ``zonal.attention`` would refuse, in the same words; PathError when the
+        path cannot run such calls.
     """
     operator = operator_of("plan", operator)
     found = explain(

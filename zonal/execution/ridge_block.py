@@ -1,12 +1,12 @@
 """Ridge and Koopman read-outs of a sequence in blocks: exact token by token, whatever the block size.
 
-With P the inverse of G + rho I at a block's start and Z its keys: L = chol(I + Z P Z^T), Z^ = L^-1 Z P. Leading blocks of L
-are the factors of leading blocks, so ``apply(X) = X P - ((X Z^^T) o mask) Z^`` gives row t as P_t x_t, the inverse that has
-seen exactly the keys its mask allows. The block then carries on P <- P - Z^^T Z^.
+With P the inverse of G + rho I at a block's start and Z its keys: L = chol(I + Z P Z^T), Z^ = L^-1 Z P. The factors of
+leading blocks are the leading blocks of L, so ``apply(X) = X P - ((X Z^^T) o mask) Z^`` gives row t as P_t x_t, with
+the inverse that includes exactly the keys its mask allows. The block then carries on P <- P - Z^^T Z^.
 
-The gradient needs no factorisation of its own. With u_t = P_t dx'_t (the same ``apply``), dG_t = -u_t x'_t^T, and each key gets
-dz_s = -sum over t that see s of u_t (x'_t . z_s) + x'_t (u_t . z_s): two masked products within the block, and a running r x r
-sum from later blocks.
+The gradient needs no other factorisation. With u_t = P_t dx'_t (the same ``apply``), dG_t = -u_t x'_t^T, and each key
+gets dz_s = -sum over t that see s of u_t (x'_t . z_s) + x'_t (u_t . z_s): two masked products within the block, and a
+running r x r sum from later blocks.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from zonal.memory.ridge import REMAKE
 
 
 class Sight(NamedTuple):
-    """What the rows of a block see of its own keys: s <= t + diagonal, or a mask (size, size) where that is not the rule."""
+    """Which keys of its own block each row sees: s <= t + diagonal, or a mask (size, size) for any other rule."""
 
     groups: int
     size: int
@@ -46,8 +46,10 @@ class Sight(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Inverses at the start of each block, (B, Hkv, n, r, r) or None for I / rho everywhere (one block, nothing before it);
-    Z^^T (B, Hkv, n, r, C) and what is seen within blocks, or None where blocks see only what lies before them."""
+    """Inverses at the start of each block, (B, Hkv, n, r, r); None for I / rho everywhere (one block, nothing before).
+
+    Z^^T (B, Hkv, n, r, C) and the visibility within blocks are None when blocks see only earlier blocks.
+    """
 
     inverse: Tensor | None
     half: Tensor | None
@@ -64,7 +66,7 @@ class Factor(NamedTuple):
 
 @torch.no_grad()
 def factorise(z: Tensor, gram: Tensor | None, ridge: Tensor, sight: Sight | None) -> Factor:
-    """The factor of blocks z (B, Hkv, n, C, r) after keys with sum ``gram``. Without sight the inverses are made outright."""
+    """The factor of blocks z (B, Hkv, n, C, r) after keys with sum ``gram``. Without sight, inverses are direct."""
     batch, heads, blocks, size, r = z.shape
     if sight is None:
         before = exclusive(z.mT @ z, gram)
@@ -109,7 +111,9 @@ def exclusive(parts: Tensor, first: Tensor | None) -> Tensor:
 
 class _Solve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, gram: Tensor | None, ridge: Tensor, factor: Factor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, z: Tensor, gram: Tensor | None, ridge: Tensor, factor: Factor
+    ) -> Tensor:
         y = factor.apply(x, ridge)
         ctx.sight = factor.sight
         ctx.save_for_backward(z, y, ridge, factor.inverse, factor.half)
@@ -152,12 +156,18 @@ class _Solve(torch.autograd.Function):
 
 
 def solve(x: Tensor, z: Tensor, gram: Tensor | None, ridge: Tensor, factor: Factor) -> Tensor:
-    """P_t x_t for rows x (B, Hkv, n, G C, r); gradients go to x, keys z, the starting gram and the ridge (B or 1, Hkv, n or 1, 1, 1)."""
+    """P_t x_t for rows x (B, Hkv, n, G C, r).
+
+    Gradients go to x, the keys z, the starting gram and the ridge (B or 1, Hkv, n or 1, 1, 1).
+    """
     return _Solve.apply(x, z, gram, ridge, factor)
 
 
 def linear(x: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sight: Sight | None) -> Tensor:
-    """sum over visible s of (x_t . k_s) v_s: x (B, Hkv, n, G C, r), k (B, Hkv, n, C, r), v (B, Hkv, n, C, P), first (B, Hkv, r, P) before all."""
+    """sum over visible s of (x_t . k_s) v_s.
+
+    x (B, Hkv, n, G C, r), k (B, Hkv, n, C, r), v (B, Hkv, n, C, P); first (B, Hkv, r, P) is the sum before all of them.
+    """
     y = None
     if sight is not None:
         y = sight.cut(x @ k.mT) @ v

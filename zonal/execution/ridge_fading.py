@@ -1,9 +1,10 @@
 """Ridge and Koopman read-outs whose past fades, in blocks: exact token by token, whatever the block size.
 
-Within a block all sums are counted in units of its start: with g_i the inverse of all rates up to token i, the rows that token i adds are
-z_i sqrt(g_i) and its pseudo-key e sqrt(r rho (1 - l_i) g_i), and A_t = A_0 + sum of the rows it sees. A read-out does not change when G, M
-and C are scaled alike, so nothing has to be scaled back for it. Blocks are cut so short that g stays small: its size is what a
-factorisation loses. From block to block the sums are carried in units of their own time, where nothing grows. float64 throughout.
+Within a block all sums are counted in units of its start. With g_i the inverse of the product of rates up to token i,
+token i adds the rows z_i sqrt(g_i) and its pseudo-key e sqrt(r rho (1 - l_i) g_i), and A_t = A_0 + the sum of the rows
+it sees. A read-out does not change when G, M and C are scaled together, so nothing is scaled back. Blocks are short
+enough that g stays small, as a large g costs the factorisation digits. Between blocks the sums are carried in units of
+their own time, where nothing grows. float64 throughout.
 """
 
 from typing import Any, NamedTuple, cast
@@ -28,7 +29,10 @@ MOST_GROWTH = 12.0
 
 
 class _Carried(torch.autograd.Function):
-    """S_0 = first, S_{n+1} = e^{log_keep_n} S_n + part_n: parts (B, Hkv, n, …), log_keep (B, Hkv, n) -> S_0 … S_{n-1}, stacked like parts."""
+    """The sums S_0 … S_{n-1} with S_0 = first, S_{n+1} = e^{log_keep_n} S_n + part_n.
+
+    parts: (B, Hkv, n, …); log_keep: (B, Hkv, n). The result is stacked like parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, first: Tensor, log_keep: Tensor) -> Tensor:  # type: ignore[override]
@@ -53,8 +57,11 @@ class _Carried(torch.autograd.Function):
 
 
 class FadingRows(NamedTuple):
-    """What the tokens of blocks add to A: keys z (B, Hkv, n, C, r) times weight (B, Hkv, n, C), and unit vectors number direction (B or 1, 1, n, C)
-    times back (B, Hkv, n, C)."""
+    """The rows that the tokens of blocks add to A.
+
+    They are keys z (B, Hkv, n, C, r) times weight (B, Hkv, n, C), and unit vectors with index direction (B or 1, 1, n,
+    C) times back (B, Hkv, n, C).
+    """
 
     z: Tensor
     weight: Tensor
@@ -129,8 +136,11 @@ def usual_block(dim: int) -> int:
 
 
 def block_length(decay: Tensor, usual: int) -> int:
-    """Tokens a block: ``usual``, halved until no block fades by more than e^-MOST_GROWTH, down to 1; a traced graph, whose shapes do not depend on values, has
-    ``usual`` and asserts that it will do. decay (B or 1, Hkv, S)."""
+    """Tokens per block: ``usual``, halved down to 1 until no block fades by more than e^-MOST_GROWTH.
+
+    The shapes of a traced graph cannot depend on values: it takes ``usual`` and asserts that this suffices.
+    decay: (B or 1, Hkv, S).
+    """
     fading = -decay.detach()
 
     def faded(size: int) -> Tensor:
@@ -150,7 +160,7 @@ def block_length(decay: Tensor, usual: int) -> int:
 
 
 def fading(call: Call, tokens: Tokens, begun: FadingStatistics, block: int | None) -> Tensor:
-    """y (B, H, T, P) float64 before the anchor's factor, for causal queries at the last T of the tokens that come after ``begun``."""
+    """y (B, H, T, P) float64, before the anchor's factor, for causal queries at the last T tokens after ``begun``."""
     anchor, groups, queries, keys = cast(Ridge, call.bound.anchor), call.bound.groups, call.q.shape[2], tokens.length
     if queries == 0:
         return call.q[..., :1].expand(*call.q.shape[:3], call.v.shape[3])  # no rows, but part of the graph

@@ -1,8 +1,8 @@
-"""The table of routes: every implementation of every path, and what keeps it from a call, what it does, and what runs it.
+"""The table of routes: for every implementation of every path, what it refuses, its cost, and what runs it.
 
-A path is a way to compute y (``PATHS``): dense, tiled, chunked, streaming or sparse. A route is one implementation of a path, for one kind
-of device. The planner ranks routes, ``zonal.explain`` lists them, and where a kernel cannot be built the next one in the ranking runs.
-To add one, write it and add its row here.
+A path is a way to compute y (``PATHS``): dense, tiled, chunked, streaming or sparse. A route is one implementation of a
+path for one kind of device. The planner ranks routes, and ``zonal.explain`` lists them. When a kernel cannot be built,
+the next route in the ranking runs. To add a route, write it and add its row here.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,13 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 class Route:
     """One implementation of a path.
 
-    refuse: why it cannot run a call that its path can run, with what would help, or None. work: what it does, from shapes alone.
-    rate: multiply-adds a second on a typical processor; what is measured of a machine scales it. family: of anchors that it is for
-    (``Tags.family``), "" = any. cuda: whether it is for CUDA devices alone, or for all others alone; None = for any.
-    runner: the kernel with all that follows from a call but its q, k and v, as a ``Plan`` keeps it, or None where there is more to do.
+    refuse: why it cannot run a call that its path can run, with advice, or None.
+    work: what it computes and moves, from shapes alone.
+    rate: multiply-adds per second on a typical processor, scaled by what is measured of a machine.
+    family: the anchors that it is for (``Tags.family``), "" = any.
+    cuda: True = for CUDA devices only, False = for all others only, None = for any.
+    runner: the kernel with everything that follows from a call except q, k and v, as a ``Plan`` keeps it; None when a
+        call needs more than the kernel.
     """
 
     path: str
@@ -67,7 +70,7 @@ class Route:
         return f"{self.path}, {self.name}"
 
 
-# -- what keeps a path from a call -----------------------------------------------------------------------------------------------
+# -- what keeps a path from a call -----------------------------------------------------------------
 
 
 def _keys(call: Call) -> str | None:
@@ -125,7 +128,7 @@ PATHS: dict[str, Callable[[Call], str | None]] = {
 }
 """What keeps each path from a call, whatever implements it: a sentence with what would help, or None."""
 
-# -- what keeps an implementation from a call --------------------------------------------------------------------------------------
+# -- what keeps an implementation from a call ------------------------------------------------------
 
 
 def _never(call: Call) -> str | None:
@@ -166,7 +169,7 @@ def _ridge(call: Call) -> str | None:
     return native_ridge.refusal(call, call.held is not None)
 
 
-# -- running them ------------------------------------------------------------------------------------------------------------------
+# -- running them ----------------------------------------------------------------------------------
 
 
 def _whole(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
@@ -209,8 +212,10 @@ ROUTES: tuple[Route, ...] = (
     Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
     Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", False),
     Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", True),
-    Route("tiled", "C++ distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums", False),
-    Route("tiled", "Triton distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums", True),
+    Route("tiled", "C++ distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums",
+          False),
+    Route("tiled", "Triton distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums",
+          True),
     Route("tiled", "torch", _torch_tiles, work.tiles, _whole(tiled.tiled), _TORCH, "sums"),
     Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _COMPILED, "plan"),
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
@@ -218,14 +223,18 @@ ROUTES: tuple[Route, ...] = (
     Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False, native_sums.runner),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
-    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False, native_ridge.runner),
+    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False,
+          native_ridge.runner),
     Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", True),
     Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
     Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
-    Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _COMPILED, "sums", False),
-    Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel, _COMPILED, "ridge", False),
+    Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _COMPILED, "sums",
+          False),
+    Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel, _COMPILED,
+          "ridge", False),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
-    Route("sparse", "C++", native_sparse.refusal, work.compiled_candidates, _whole(sparse.compiled), _COMPILED, "", False),
+    Route("sparse", "C++", native_sparse.refusal, work.compiled_candidates, _whole(sparse.compiled), _COMPILED, "",
+          False),
     Route("sparse", "torch", _never, work.candidates, _whole(sparse.by_torch), _TORCH),
 )  # fmt: skip
 """Every implementation; of one path the first that does not refuse comes first where estimates are equal."""

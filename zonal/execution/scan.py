@@ -1,11 +1,12 @@
 """Causal sums over features, block by block: y_t = sum_s D_ts l(q_t . k_s) v_s in time linear in the number of tokens.
 
-Within a block the link acts on the scores; what lies before it comes as phi(q) against the carried state S = sum phi(k) v^T.
-Coefficients of the polynomial scale the state, not the features: m P numbers instead of C m. Backward makes the features
-again, block by block in reverse, from states kept at a few checkpoints. Nothing of size T x m is ever held.
+Within a block the link is applied to the scores. Earlier tokens enter as phi(q) times the carried state
+S = sum phi(k) v^T. Coefficients of the polynomial scale the state and not the features: m P numbers instead of C m.
+Backward computes the features again, block by block in reverse, from states kept at a few checkpoints. No array of size
+T x m is ever held.
 
-Decays enter as D_ts = exp(c_t - c_s), c the running sum of log decays. As y scales with exp(c_t) and each v_s with exp(-c_s),
-dL/dc_t = dy_t . y_t - v_t . dv_t.
+Decays enter as D_ts = exp(c_t - c_s), with c the running sum of log decays. As y scales with exp(c_t) and each v_s with
+exp(-c_s), dL/dc_t = dy_t . y_t - v_t . dv_t.
 """
 
 import math
@@ -23,7 +24,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 class Step(NamedTuple):
-    """Keys [s0, s1) and queries [t0, t1): the queries read what was carried and, where ``within``, these keys; then the keys are added."""
+    """Keys [s0, s1) and queries [t0, t1). Queries read the carried state and, if ``within``, these keys, then added."""
 
     s0: int
     s1: int
@@ -33,7 +34,10 @@ class Step(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Which keys a query at position p sees: all; s <= p; s < p; or s < chunk floor(p / chunk). ``offset``: position of the first query."""
+    """Which keys a query at position p sees: all; s <= p; s < p; or s < chunk floor(p / chunk).
+
+    offset: the position of the first query.
+    """
 
     tied: bool
     include_self: bool
@@ -80,9 +84,10 @@ class Job(NamedTuple):
 
 
 def block_size(features: SymmetricPowers, shape: tuple[int, int, int, int, int], fresh: bool) -> int:
-    """Tokens a block for (B, H, S, D, P): many features are worth long blocks (fewer passes over the state), few are not (scores cost C^2).
+    """Tokens per block for (B, H, S, D, P). Long blocks pass over the state less often, but their scores cost C^2: they
+    pay off with many features only.
 
-    fresh: nothing is carried in or out. One block over everything then needs no features at all, which is best for short sequences.
+    fresh: no state is carried in or out. One block over everything then needs no features, best for short sequences.
     """
     batch, heads, keys, dim, value_dim = shape
     size = features.dimension(dim)
@@ -97,7 +102,10 @@ def block_size(features: SymmetricPowers, shape: tuple[int, int, int, int, int],
 
 
 class _Block(NamedTuple):
-    """A step's tensors: q (B, Hkv, G C, D), k, v, and the factors of its decay (each None without): row e^{c_t}, tail e^{c_end - c_s}, whole e^{c_end}."""
+    """The tensors of a step: q (B, Hkv, G C, D), k, v, and the factors of its decay, None without decay.
+
+    row: e^{c_t}; tail: e^{c_end - c_s}; whole: e^{c_end}.
+    """
 
     q: Tensor
     k: Tensor
@@ -194,7 +202,7 @@ class _Scan:
 
 
 def _stride(scan: _Scan) -> int:
-    """Every how many steps a state is kept for backward: all of them while they are small beside the inputs, else about the root."""
+    """Backward keeps the state every so many steps: every step while states are small, else about the square root."""
     size = scan.job.features.dimension(scan.dim) * scan.v.shape[-1] * scan.batch * scan.kv
     inputs = scan.q.numel() + scan.k.numel() + scan.v.numel()
     return 1 if size * len(scan.steps) <= 2 * inputs else math.isqrt(len(scan.steps) - 1) + 1
@@ -352,7 +360,10 @@ def _decay_gradient(
 def scan(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, decay: Tensor | None, state: Tensor | None, job: Job
 ) -> tuple[Tensor, Tensor | None]:
-    """(y (B, H, T, P), final state or None) for q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P), decay (B, Hkv, S) float64."""
+    """(y (B, H, T, P), final state or None) for q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P).
+
+    decay: (B, Hkv, S) float64.
+    """
     monomials = coefficients if job.features.trivial else job.link.monomials(coefficients)
     return _Function.apply(q, k, v, coefficients, monomials, decay, state, job)
 

@@ -1,7 +1,8 @@
-"""The sparse path: each query keeps its largest entries among candidates that hash tables have found, and meets no other key.
+"""The sparse path: each query keeps its largest entries among candidates from hash tables, and compares no other key.
 
-An approximation of anchor TopK, for operators that declare a search. Forward keeps y and two numbers a row, the least entry kept and the log of
-the row's sum; backward makes candidates and scores again. With W = exp(S - whole) on what is kept and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
+It approximates the anchor TopK, for operators that declare a search. Forward keeps y and two numbers per row: the least
+entry kept and the log of the row's sum. Backward computes candidates and scores again. With W = exp(S - whole) on the
+kept entries and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
 """
 
 from typing import Any, NamedTuple, cast
@@ -69,7 +70,10 @@ class _Parts(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """Queries (B, H, t, 1, D) and the keys (B, H, t, C, D) and values they meet; places of those among all (B, Hkv, S); log K (B, H, t, 1, C)."""
+    """Queries (B, H, t, 1, D), with the keys (B, H, t, C, D) and values that they compare.
+
+    Also the places of these keys among all (B, Hkv, S), and log K (B, H, t, 1, C).
+    """
 
     q: Tensor
     k: Tensor
@@ -103,7 +107,9 @@ def _spans(q: Tensor, k: Tensor, v: Tensor, found: Candidates, reach: int) -> li
 
 class _Sparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Candidates, parts: _Parts) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Candidates, parts: _Parts
+    ) -> Tensor:
         y, least, whole = (
             q.new_zeros(*q.shape[:3], v.shape[3]),
             q.new_empty(*q.shape[:3], 1, 1),

@@ -1,8 +1,8 @@
-"""Score tiles that are made, used and forgotten: exact attention in memory linear in the number of tokens.
+"""Exact attention in score tiles that are discarded after use: memory is linear in the number of tokens.
 
-Forward keeps y and one number a row (the anchor's factor, or the log of the row's sum); backward makes every tile again.
-Per tile, with D_t = dy_t . y_t for a row anchor (0 otherwise): in log space W = exp(log K - lse), dV = W^T dY and
-dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK = dY V^T - D and dS = dK B l'(S).
+Forward keeps y and one number per row (the anchor's factor, or the log of the row's sum). Backward computes every tile
+again. Per tile, with D_t = dy_t . y_t for a row anchor (0 otherwise): in log space W = exp(log K - lse), dV = W^T dY
+and dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK = dY V^T - D and dS = dK B l'(S).
 """
 
 import math
@@ -20,8 +20,8 @@ from zonal.errors import PathError
 from zonal.execution.call import Call
 from zonal.execution.hierarchy import hierarchy_refusal
 
-# the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in the cache.
-# Long sequences have few tiles on the diagonal to waste and gain from larger ones.
+# The fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in
+# the cache. Long sequences waste few tiles on the diagonal and gain from larger ones.
 _QUERIES, _KEYS, _LONG = 128, 256, 2048
 # more heads than that are taken a few sequences at a time
 _TILE_ELEMENTS = 1 << 18
@@ -58,7 +58,7 @@ def refusal(call: Call) -> str | None:
 
 
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
-    """How much is in flight at once: (sequences, queries, keys) of a tile for H heads. rows: whole rows are kept meanwhile."""
+    """(sequences, queries, keys) computed at once, in one tile for H heads. rows: whole rows are kept meanwhile."""
     query_block, key_block = (
         min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)),
         min(_KEYS, max(keys, 1)),
@@ -97,7 +97,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 class _Scratch:
-    """Buffers that all tiles of a pass share: fresh ones cost more than the arithmetic, as their pages are new every time."""
+    """Buffers that all tiles of a pass share. New buffers would cost more than the arithmetic: their pages are new."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._kept = like, {}
@@ -110,7 +110,8 @@ class _Scratch:
 
 
 class _Tile(NamedTuple):
-    """One tile: the score S, its prior's factor (None in log space), log K or K with the prior, and where it is forbidden. All (B, H, t, s)."""
+    """One tile, all (B, H, t, s): the score S, its prior's factor (None in log space), log K or K with the prior, and
+    where it is masked."""
 
     score: Tensor
     prior: Tensor | None
@@ -341,7 +342,7 @@ def run_forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Te
 
 
 def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> _Gradients:
-    """The gradients of q, k, v, and where they are wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
+    """The gradients of q, k, v, and if wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
     q, k, v, c, _, _, _, _ = tensors
     dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dc = torch.zeros_like(c, dtype=torch.float64) if wanted[0] else None

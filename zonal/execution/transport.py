@@ -1,15 +1,18 @@
-"""Plans by tiles: potentials by sums over rows and columns of scores that are made, used and forgotten; no plan is ever in memory.
+"""Transport plans by tiles. Potentials are found from row and column sums of scores; no plan is ever held in memory.
 
-A pass gives, for values x of keys, sum_s P_ts x_s / m_t and log m_t (rows), or the same for values of queries and sums n_s (columns): row attention
-with log b, or log a, added to the scores. An iteration is a pass of each kind; the output is one more. Backward solves
+A pass gives, for values x of keys, sum_s P_ts x_s / m_t and log m_t (rows), or the same for values of queries and sums
+n_s (columns): row attention with log b, or log a, added to the scores. An iteration has one pass of each kind; the
+output takes one more. Backward solves
 
-    (I - Q^T Q) x = s (c - P^T (lambda_1 r / m)),   Q = sqrt(lambda_1 / m) P s,  s = sqrt(lambda_2 / n),  beta = s x,  alpha = lambda_1 (r - P beta) / m
+    (I - Q^T Q) x = s (c - P^T (lambda_1 r / m)),   Q = sqrt(lambda_1 / m) P s,   s = sqrt(lambda_2 / n),
+    beta = s x,   alpha = lambda_1 (r - P beta) / m
 
-by conjugate gradients, two passes an iteration, with r_t = dy_t . y_t and c_s = v_s . dv_s. What is left,
+by conjugate gradients, two passes per iteration, with r_t = dy_t . y_t and c_s = v_s . dv_s. The remaining gradient,
 
-    dL_ts = P_ts (dy_t . v_s / mu_t - alpha_t - beta_s) = A_ts ([m_t / mu_t dy_t, -m_t] . [v_s, beta_s] - m_t alpha_t),   A = diag(m)^-1 P,
+    dL_ts = P_ts (dy_t . v_s / mu_t - alpha_t - beta_s)
+          = A_ts ([m_t / mu_t dy_t, -m_t] . [v_s, beta_s] - m_t alpha_t),   A = diag(m)^-1 P,
 
-is the backward pass of row attention with one more number a value. So T and S meet in no array, forward or backward.
+is the backward pass of row attention with one more number per value. No array has both T and S, forward or backward.
 """
 
 import warnings
@@ -58,7 +61,7 @@ def refusal(call: Call) -> str | None:
 
 
 def compiled(call: Call) -> Tensor:
-    """y (B, H, T, P) of a call whose anchor is a plan, by the compiled kernel. Raises: BuildError when it does not compile."""
+    """y (B, H, T, P) of a call whose anchor is a plan. Raises: BuildError when the kernel does not compile."""
     return _iterated(call, True)
 
 
@@ -102,11 +105,13 @@ def potentials(
     key_mass: Tensor | None = None,
     start: Potentials | None = None,
 ) -> Potentials:
-    """The potentials f (B, H, T) and g (B, H, S) of an operator's plan, with the number of iterations and what the last one moved, in memory O(T + S).
+    """The potentials f (B, H, T) and g (B, H, S) of an operator's plan, the number of iterations and the last change.
 
-    Arguments are those of ``zonal.attention``. start: potentials of a plan that was near this one, such as that of the step before.
+    Memory is O(T + S). The arguments are those of ``zonal.attention``.
+    start: potentials of a similar plan, such as that of the previous step.
 
-    Raises: ArgumentError as ``zonal.attention``, and for an operator without a plan; ConvergenceError at the limit of iterations.
+    Raises: ArgumentError as ``zonal.attention``, and for an operator without a plan; ConvergenceError at the limit of
+        iterations.
     """
     operator = operator_of("potentials", operator)
     call = prepare(
@@ -174,7 +179,7 @@ def _passes(call: Call) -> "type[_Compiled] | type[_Torch]":
 
 
 class _Compiled:
-    """Passes by the tile kernel: log a and log b as two more numbers, (q, 1, log a) . (k, log b, 1) = S + log b + log a."""
+    """Passes by the tile kernel, with log a and log b inside: (q, 1, log a) . (k, log b, 1) = S + log b + log a."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
         one, dim = q.new_ones(1), q.shape[3]
@@ -360,7 +365,8 @@ class _Transport(torch.autograd.Function):
         )
         met = across(beta)
         alpha = slope_m * (r * inverse - met)
-        # dy . y of the widened values is to be m alpha: for a balanced plan it is so by itself, with P beta / m as the last number of y
+        # dy . y of the widened values must be m alpha. A balanced plan has this already, with P beta / m as y's last
+        # number.
         wide = torch.cat(
             [y * torch.where(there, (log_mu - log_m).exp(), 0)[..., None], (r * inverse - alpha)[..., None]], -1
         )
@@ -377,7 +383,7 @@ class _Transport(torch.autograd.Function):
 
 
 def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
-    """Raise ConvergenceError where the columns of dL, which the gradient's system fixes, are not what it fixes them to."""
+    """Raise ConvergenceError where the columns of dL differ from what the gradient's linear system requires."""
     worst = (
         float((left.abs().sum(-1) / c.abs().sum(-1).clamp_min(torch.finfo(c.dtype).tiny)).amax()) if c.numel() else 0.0
     )

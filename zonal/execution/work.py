@@ -1,8 +1,8 @@
-"""What a call is, as far as its cost goes (``Shape``), and what each route does for it (``Work``), counted from shapes alone.
+"""The sizes of a call that decide its cost (``Shape``), and the cost of each route (``Work``), from shapes alone.
 
-Each formula counts multiply-adds (backward included where gradients flow), bytes read and written, torch calls or kernel launches, and
-the most bytes in use at once beyond the inputs. Elementwise operations of torch are counted by the bytes that they move; those of
-compiled kernels, which stay in registers, in multiply-adds.
+Each formula counts multiply-adds (including backward when gradients flow), bytes read and written, torch calls or
+kernel launches, and the most bytes in use at once beyond the inputs. Elementwise operations of torch are counted by the
+bytes that they move. Those of compiled kernels stay in registers, and are counted in multiply-adds.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from zonal.execution.scan import block_size
 from zonal.features import feature_map, hashing
 from zonal.memory.whitened import width_of
 
-# elementwise calls of torch, by what a plain one (an addition) takes: a masked fill, an exponential, the search for the k-th largest
+# Costs of elementwise torch calls, relative to an addition: masked fill, exponential, search for the k-th largest.
 _SELECT, _EXP, _TOP = 5.0, 4.0, 60.0
-# of compiled kernels, in multiply-adds a pair of tokens: an exponential in registers; the roots and logarithms of distances by kind
+# In compiled kernels, multiply-adds per pair of tokens: an exponential; the roots and logarithms of distances by kind.
 _EXPONENTIAL = 7.0
 _DISTANCES = {"euclidean": 3.0, "squared": 1.0, "sphere": 6.0, "hyperbolic": 13.0, "product": 0.0}
 # queries that the compiled kernels of tiles and sums take together, and the keys of a block of the sums
 _COLUMN, _BLOCK = 16, 64
 # multiply-adds that a feature of a token costs by itself in the kernel of sums
 _FEATURE = 8.0
-# iterations of a plan and of its gradient's linear system: how many there are depends on the scores, and this is a guess
+# Iterations of a plan and of its gradient's linear system. The true numbers depend on the scores: these are guesses.
 _ITERATIONS, _SOLVES = 10, 8
 
 
@@ -50,11 +50,11 @@ class Work(NamedTuple):
 class Shape(NamedTuple):
     """A call as the planner sees it: sizes and structure, no numbers.
 
-    batch … value_dim: B, H, Hkv, T, S, D (of prepared queries and keys), P. head_dim: of queries and keys as they came. itemsize: bytes of a
-    number in the computing type.
-    coefficients: of the link; learned: those of them that get gradients. pairs: of a query and a key that meet, of one head. documents: packed along the tokens. tied: queries are
-    at positions. chunk, window: of such priors. biased: log priors. past: tokens of the memory that the call goes on from; keeps: a memory
-    is returned. kind: of the memory that a path which carries one would have.
+    batch … value_dim: B, H, Hkv, T, S, D (of prepared queries and keys), P. head_dim: of raw queries and keys.
+    itemsize: bytes of a number in the computing type. coefficients: of the link. learned: those that get gradients.
+    pairs: pairs of a query and a key that are compared, of one head. documents: packed along the tokens. tied: queries
+    have positions. chunk, window: of such priors. biased: log priors. past: tokens of the memory that the call
+    continues from. keeps: whether a memory is returned. kind: of the memory that a path which carries one would have.
     """
 
     batch: int
@@ -144,11 +144,11 @@ def _pairs(call: Call, queries: int, keys: int) -> float:
     return max(total, 0.0)
 
 
-# -- every pair of query and key -----------------------------------------------------------------------------------------------
+# -- every pair of query and key -------------------------------------------------------------------
 
 
 def _joined(s: Shape) -> tuple[float, float, float]:
-    """Multiply-adds, numbers moved and torch calls by which a memory takes the call's keys in; those that it has come before them."""
+    """Multiply-adds, numbers moved and torch calls to append the call's keys to a memory after those that it has."""
     kv = s.batch * s.kv_heads
     if not s.keeps:
         return 0.0, 0.0, 0.0
@@ -262,7 +262,7 @@ def compiled_tiles(s: Shape) -> Work:
 
 
 def distances(s: Shape) -> Work:
-    """Tiles of distances by a compiled kernel: a difference and a product for each number of a pair, then roots and logarithms."""
+    """Tiles of distances by a compiled kernel: a difference and a product per number of a pair, then roots and logs."""
     terms = s.bound.score.terms(s.dim) or ()
     found = compiled_tiles(s)
     pairs = s.batch * s.heads * (s.pairs + _COLUMN / 2 * s.tied * s.queries)
@@ -314,7 +314,7 @@ def tree(s: Shape) -> Work:
     )
 
 
-# -- sums over features --------------------------------------------------------------------------------------------------------
+# -- sums over features ----------------------------------------------------------------------------
 
 
 def _features(s: Shape) -> tuple[int, bool]:
@@ -325,7 +325,8 @@ def _features(s: Shape) -> tuple[int, bool]:
 
 
 def compiled_sums(s: Shape) -> Work:
-    """Sums by a compiled kernel: the state takes in every key and is read by every query, which meets the keys of its own block one by one.
+    """Sums by a compiled kernel. The state absorbs every key and each query reads it; keys of a query's own block are
+    compared one by one.
 
     Without a memory the first keys, and short sequences as a whole, are met one by one where that is less.
     """
@@ -389,7 +390,7 @@ def sums(s: Shape) -> Work:
     return Work(multiply_adds * s.back, 2 * steps * s.itemsize, peak * s.itemsize, calls)
 
 
-# -- ridge and Koopman read-outs -------------------------------------------------------------------------------------------------
+# -- ridge and Koopman read-outs -------------------------------------------------------------------
 
 
 def _rank(s: Shape) -> int:
@@ -484,7 +485,7 @@ def fading(s: Shape) -> Work:
     return Work(2 * done, 8 * 4 * held * s.back, 8 * peak, calls)
 
 
-# -- token by token, and candidates ------------------------------------------------------------------------------------------------
+# -- token by token, and candidates ----------------------------------------------------------------
 
 
 def steps(s: Shape) -> Work:
