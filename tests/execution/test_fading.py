@@ -311,7 +311,7 @@ def test_calls_that_mean_nothing() -> None:
         zonal.attention(q, k, v, operator, causal=True, log_decay=-decay)
     with pytest.raises(ArgumentError, match="key_bias must be None"):
         zonal.attention(q, k, v, operator, causal=True, key_bias=decay)
-    with pytest.raises(NonFiniteError, match="fade more slowly"):
+    with pytest.raises(NonFiniteError, match="decay more slowly"):
         zonal.attention(q, k, v, operator, causal=True, log_decay=torch.full_like(decay, float("-inf")), path="dense")
     y = zonal.attention(*(x.requires_grad_() for x in (q, k, v)), operator, causal=True, path="chunked")
     with pytest.raises(PathError, match="no second derivative"):

@@ -1,6 +1,4 @@
-"""What every slot of an operator has in common: a frozen value that can be printed, compared, written as JSON and read
-back.
-"""
+"""Declarations: frozen values that fill the slots of an operator, and can be printed, compared and saved as JSON."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,9 +13,9 @@ from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 @dataclass(frozen=True)
 class Derived:
-    """What follows exactly from a move.
+    """A consequence of a move.
 
-    theorem: the name under which the tests check it on numbers; "" for what no finite check can show.
+    theorem: the name under which tests check it numerically; "" if no finite check can show it.
     """
 
     theorem: str
@@ -26,13 +24,13 @@ class Derived:
 
 @dataclass(frozen=True)
 class Move:
-    """One step from the full interaction to the operator that runs, and what follows from it.
+    """One step from the full interaction to the operator that runs, and its consequences.
 
-    step: ``closure`` (what there is becomes a fixed set), ``restriction`` (fewer kernels are admitted), ``quotient``
-    (kernels that a probe does not tell apart are one), ``section`` (one of those is taken), or ``approximation`` (a
-    function is replaced by one that is cheaper to write down).
-    slot: of the declaration. name: what people call it. assumes: in words. settings: those of the declaration that are
-    not at their defaults.
+    step: ``closure`` (fixes the set of units), ``restriction`` (admits fewer kernels), ``quotient`` (identifies kernels
+    that a probe does not distinguish), ``section`` (chooses one kernel of each class), or ``approximation`` (replaces a
+    function by a cheaper one).
+    slot: of the declaration. name: the usual name. assumes: the assumption in words. settings: fields of the
+    declaration that differ from their defaults.
     """
 
     step: Literal["closure", "restriction", "quotient", "section", "approximation"]
@@ -53,27 +51,25 @@ REGISTRY: dict[str, type["Declaration"]] = {}
 
 
 def declared(*slots: str) -> dict[str, type["Declaration"]]:
-    """The library's own types of some slots by name, in the order of definition: what a spec may name, wherever it is
-    read.
-    """
+    """The library's own types of some slots by name, in the order of definition: the names that a spec may use."""
     return {name: kind for name, kind in REGISTRY.items() if kind.slot in slots and _of_library(kind)}
 
 
 class Declaration:
     """Base of the frozen dataclasses that fill the slots. Each subclass enters ``REGISTRY`` when it is defined.
 
-    Bases (``class Link(Declaration, abstract=True)``) and classes whose name begins with an underscore stay out of it.
+    Abstract bases (``class Link(Declaration, abstract=True)``) and classes with a leading underscore do not.
 
-    A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose
-    first axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and
-    hands their current values back under the same names. What is drawn once and stays is ``fixed()``: buffers, saved
-    with the rest.
+    A declaration holds plain values only. ``initial()`` gives the initial values of its parameters by name, as tensors
+    whose first axis runs over heads (one row is shared by all heads). The Operator makes them parameters and passes
+    their current values back under the same names. ``fixed()`` gives buffers, which are drawn once and saved with the
+    parameters.
     """
 
     slot: ClassVar[str]
     kv_rows: ClassVar[tuple[str, ...]] = ()
-    """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than
-    query heads.
+    """Names in ``initial()`` and ``fixed()`` with one row per key head, because a memory depends on them; the others
+    have one row per query head.
     """
     later: ClassVar[tuple[str, ...]] = ()
     """Fields that came after files had been written without them: ``config()`` leaves them out at their default."""
@@ -202,8 +198,10 @@ def expand_rows(value: Tensor, rows: int, name: str, spread: bool = False) -> Te
 
 
 def spread_rows(have: int, rows: int) -> list[int]:
-    """Which of ``have`` declared values each of ``rows`` heads takes: all in turn where they fit, else evenly spread in
-    their order, with the last one kept.
+    """The index of the declared value that each of ``rows`` heads takes, of ``have`` values.
+
+    Values repeat in turn where they divide the heads; otherwise they are evenly spread in order, with the last one
+    kept.
     """
     if rows % have == 0:
         return [i % have for i in range(rows)]
@@ -217,10 +215,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_values(condition: Tensor, message: str, error: type[ZonalError] = ArgumentError) -> None:
-    """``require`` for what depends on the numbers in a tensor (one bool).
-
-    A traced graph cannot raise by them: there it is an assertion when it runs.
-    """
+    """``require`` for a condition on the values of a tensor (one bool). In a traced graph it asserts at run time."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):

@@ -1,6 +1,4 @@
-"""The definition: the weight matrix W = A(K_qk, K_kk, visible) of bound parts on prepared vectors, with every block in
-memory.
-"""
+"""The definition of an operator: the weight matrix W = A(K_qk, K_kk, visible), with all blocks in memory."""
 
 import torch
 from torch import Tensor
@@ -37,8 +35,7 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score
     value = bound.link.value(score, coefficients)
     if bound.anchor.solves and bound.score.bound is not None:
-        # a vector of zeros has no direction: with it a kernel of angles need not be positive definite, so that it takes
-        # no part
+        # a zero vector has no direction, and with it a kernel of angles need not be positive definite: leave it out
         value = value.masked_fill(~((q != 0).any(-1).unsqueeze(-1) & (k != 0).any(-1).unsqueeze(-2)), 0)
     return value
 
@@ -53,8 +50,9 @@ def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def evidence(
     bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias
 ) -> tuple[Tensor, Tensor]:
-    """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is
-    allowed, broadcastable to it.
+    """K with its prior, (B, H, T, S), and a mask of allowed pairs that broadcasts to it.
+
+    For a link in log space it is log K. Forbidden pairs are 0, or -inf for log K.
     """
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
@@ -79,11 +77,10 @@ def weights(
     log_decay: Tensor | None = None,
     marginals: Marginals | None = None,
 ) -> Tensor:
-    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
+    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D), with key heads repeated to match the query heads.
 
-    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in
-    ``bias``.
-    marginals: the masses of queries and keys, for anchors that couple queries.
+    log_decay (B or 1, Hkv, S), 0 on padding: the decay of the past for anchors that solve. Other anchors find it in
+    ``bias``. marginals: the masses of queries and keys, for anchors that couple queries.
     """
     log = bound.link.log_space
     block, visible = evidence(bound, coefficients, q, k, visibility, bias)

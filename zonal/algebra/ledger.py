@@ -1,8 +1,6 @@
-"""The ledger: which moves lead from the full interaction of all tokens to the operator that runs, and what follows from
-each.
+"""The ledger: the moves that lead from the full interaction of all tokens to an operator, and their consequences.
 
-Moves come in the order of ``STEPS``, so that operators share the moves that they have in common from the root on:
-together they are a tree.
+Moves are sorted by ``STEPS``. Operators therefore share their first common moves, and together they form a tree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,18 +34,15 @@ def text(moves: Sequence[Move]) -> str:
 
 
 def tree(operators: Mapping[str, Sequence[Move]]) -> str:
-    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ,
-    and stand at its leaves.
+    """A text tree of the moves of several operators by name: branches part where moves first differ.
 
-    Where branches side by side have one name, the settings of their operators tell them apart.
+    The operators are its leaves. Neighbouring branches with one name also show the settings of their operators.
     """
     return "\n".join([ROOT, *_branches([(name, tuple(moves)) for name, moves in operators.items()], "")])
 
 
 def legend(operators: Mapping[str, Sequence[Move]]) -> str:
-    """What each move of a tree assumes, once, in its order of steps, with the settings of its operator, so that a name
-    may come with several.
-    """
+    """The assumption of each move of a tree, once each, in the order of steps, with the settings of its operators."""
     moves = {move.line: move for each in operators.values() for move in each}
     return "\n".join(move.line for move in ordered(tuple(moves.values())))
 

@@ -16,9 +16,9 @@ def reads_specs(reader: Reader) -> Reader:
 
 
 def operator_of(call: str, given: object) -> Operator:
-    """The operator that a call was given, or that of a spec.
+    """The given operator, or the operator of the given spec.
 
-    Raises: ArgumentError, beginning with the call, for anything else.
+    Raises: ArgumentError that starts with ``call``, for anything else.
     """
     if isinstance(given, str):
         return _readers[0](given)

@@ -1,6 +1,4 @@
-"""Solving anchors of the plain product in their primal form: Cholesky factors, the norm of a Koopman step, and ridges
-that fade.
-"""
+"""Anchors that solve, in primal form: Cholesky factors, the norm of a Koopman step, and ridges that decay."""
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ def factorised(matrix: Tensor, who: str) -> Tensor:
     require_values(
         (info == 0).all(),
         f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
-        "Raise the ridge, use float64, choose a positive definite kernel, or, where the past fades, let it fade more "
+        "Raise the ridge, use float64, choose a positive definite kernel, or, with a decay, let the past decay more "
         "slowly.",
         NonFiniteError,
     )
@@ -28,11 +26,10 @@ def factorised(matrix: Tensor, who: str) -> Tensor:
 
 @torch.no_grad()
 def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
-    """1 / max(1, s) (…), s the largest singular value of L^-1 M L^-T as six power iterations find it; gram = L L^T,
-    with its ridge, and M (…, r, r).
+    """1 / max(1, s) (…), with s the largest singular value of L^-1 M L^-T by six power iterations.
 
-    s < 1 whatever the keys, so that this is 1: X = L^-1 [z_1 … z_n] and Y = L^-1 [0, z_1 … z_{n-1}] have norms below
-    one, and the step is X Y^T. No gradient flows. Source: Echo, eq. 12.
+    gram = L L^T with its ridge, and M (…, r, r). s < 1 for all keys, so the result is 1: X = L^-1 [z_1 … z_n] and Y =
+    L^-1 [0, z_1 … z_{n-1}] have norms below one, and the step is X Y^T. No gradient flows. Source: Echo, eq. 12.
     """
     lower = factorised(gram, who)
     x = torch.ones_like(gram[..., :1]) / gram.shape[-1] ** 0.5
@@ -60,14 +57,14 @@ def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor
 def fading_weights(
     q: Tensor, k: Tensor, log_decay: Tensor, ridge: Tensor, powers: tuple[int, ...], visibility: Visibility
 ) -> Tensor:
-    """W (B, H, T, S) of a ridge or Koopman read-out whose past fades, token by token: the definition.
+    """W (B, H, T, S) of a ridge or Koopman read-out with decay, token by token: the definition.
 
-    From G = rho I, M = 0, C = 0 each real token makes, with its rate l_t = exp(log_decay) in (0, 1],
-    G <- l_t G + z_t z_t^T + r rho (1 - l_t) e e^T, M <- l_t M + z_t z_{t-1}^T and C <- l_t C + v_t z_t^T, e the unit
-    vector number (t mod r): a pseudo-key that gives back the ridge which fades, one direction a step. Then y = C x, x =
-    G^-1 (M G^-1)^power q.
+    From G = rho I, M = 0, C = 0, each real token with rate l_t = exp(log_decay) in (0, 1] updates
+    G <- l_t G + z_t z_t^T + r rho (1 - l_t) e e^T, M <- l_t M + z_t z_{t-1}^T and C <- l_t C + v_t z_t^T. Here e is the
+    unit vector number (t mod r): a pseudo-key that restores the decayed ridge, one direction per step. Then y = C x
+    with x = G^-1 (M G^-1)^power q.
 
-    q (B, H, T, r), k (B, H, S, r), log_decay (B or 1, H, S), 0 on padding; ridge rho (H,); powers: of each head.
+    q (B, H, T, r), k (B, H, S, r), log_decay (B or 1, H, S), 0 on padding; ridge rho (H,); powers: per head.
     """
     batch, heads, keys, r = k.shape
     queries = q.shape[2]

@@ -9,11 +9,11 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
-    """x with A x ≈ q by ``steps`` steps of conjugate gradients from q / diagonal, the diagonal of A.
+    """x with A x ≈ q, by ``steps`` steps of conjugate gradients from q / diagonal, the diagonal of A.
 
-    A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; so does one whose direction A
-    sends to nothing beside its diagonal, which happens where A is singular. With a tolerance the iteration ends when
-    all do. In exact arithmetic N steps solve a system of size N.
+    A token stops when its residual is at most ``tolerance`` ‖q‖ or at rounding, and when A sends its direction to
+    almost zero relative to the diagonal, which happens for singular A. With a tolerance, the iteration ends when all
+    tokens have stopped. In exact arithmetic, N steps solve a system of size N.
     """
     # gradients come in any size, and their squares would underflow
     scale = q.abs().amax(-1, keepdim=True)

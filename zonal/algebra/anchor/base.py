@@ -1,9 +1,9 @@
 """Anchors: from kernel blocks to weights, W = A(K_qk, K_kk, visible); the output is y = W V.
 
-Row, Count and Raw look at one query's own row of K and reduce it key by key: their ``reduction`` is a monoid
-(init, absorb, combine, finalise), which is what the tiled, chunked and streaming drivers are made of. TopK is Row once
-each row's least kept value is known. Ridge and Koopman solve with the kernel among keys; they are not such a reduction,
-and say so (``solves``).
+Row, Count and Raw read only a query's own row of K, and reduce it key by key. Their ``reduction`` is a monoid (init,
+absorb, combine, finalise), which the tiled, chunked and streaming drivers use. TopK is Row once the smallest kept value
+of each row is known. Ridge and Koopman solve a linear system with the kernel among keys (``solves``), which is not such
+a reduction.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from zonal.algebra.score import Params
 
 
 class Potentials(NamedTuple):
-    """Where a plan's iteration stands: f (B, H, T), g (B, H, S), the number of iterations, and the largest part of a
-    head's mass that the last one moved.
+    """State of a plan's iteration: f (B, H, T), g (B, H, S), the number of iterations, and the largest last change.
+
+    The change is the part of a head's mass that the last iteration moved.
     """
 
     query: Tensor
@@ -30,8 +31,9 @@ class Potentials(NamedTuple):
 
 
 class Marginals(NamedTuple):
-    """Logarithms of how much each query gives, (B, H, T), and each key receives, (B, H, S), in plans; ``plan.ABSENT``:
-    takes no part. Those of each document sum to one. start: potentials that an iteration begins with, None = zero."""
+    """Log masses that queries give, (B, H, T), and keys receive, (B, H, S), in plans; they sum to one per document.
+
+    ``plan.ABSENT`` excludes a token. start: initial potentials of the iteration, None = zero."""
 
     query: Tensor
     key: Tensor
@@ -39,13 +41,12 @@ class Marginals(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What an anchor may look at. K blocks are float32 or better, zero where forbidden (log K: -inf).
+    """What an anchor may read. Blocks of K are at least float32, and zero where forbidden (-inf for log K).
 
-    qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
-    visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
-    q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their
-    past fades.
-    marginals: the masses of queries and keys, for anchors that couple queries.
+    qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve. visible:
+    bool, broadcastable to qk. visibility: the same as intervals. params: learned parameters of the anchor. q (B, H, T,
+    D), k (B, H, S, D): prepared vectors, for anchors that solve. log_decay (B or 1, H, S): their decay of the past, if
+    any. marginals: the masses of queries and keys, for anchors that couple queries.
     """
 
     qk: Tensor
@@ -64,8 +65,9 @@ _NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output:
 
 
 class State(NamedTuple):
-    """A partial sum over keys: total (B, H, T, P) = sum K v, mass (B, H, T, 1) = sum K, top = the maximum taken out of
-    log K.
+    """A partial sum over keys: total (B, H, T, P) = sum K v, mass (B, H, T, 1) = sum K, top = the maximum of log K.
+
+    total and mass are relative to exp(top).
     """
 
     total: Tensor
@@ -74,24 +76,27 @@ class State(NamedTuple):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a @ b in place, without the product's own buffer: total contiguous (B, H, T, P), a (B, H, T, S), b (B,
-    H, S, P).
+    """total += a @ b in place, without a buffer for the product.
+
+    total is contiguous (B, H, T, P), a (B, H, T, S), b (B, H, S, P).
     """
     total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     return total
 
 
 class Anchor(Declaration, abstract=True):
-    """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
+    """Base of anchors, which make weights of a kernel.
 
-    ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the
-    other queries, too.
-    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these): which routes
-    are for it.
-    ``reduces_as``: how compiled kernels call it, declared by each class for itself: a subclass may compute something
-    else.
-    ``top``: how many keys a row keeps, 0 = all. ``shifts``: the most Koopman steps of a read-out. ``by_query``: each
-    query needs an inverse of its own.
+    Class attributes:
+    ``solves``: needs the kernel among keys. ``normalises``: divides by the sum of a row.
+    ``include_self``: whether a causal query sees its own key by default.
+    ``couples``: the weights of a query depend on the other queries.
+    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these). It decides
+    which execution paths apply.
+    ``reduces_as``: the name of the anchor in compiled kernels. Each class declares its own, because a subclass may
+    compute something else.
+    ``top``: how many keys a row keeps, 0 = all. ``shifts``: the largest number of Koopman steps.
+    ``by_query``: each query needs its own inverse.
     """
 
     slot = "anchor"
@@ -140,10 +145,10 @@ class SumAnchor(Anchor, abstract=True):
         )
 
     def absorb(self, state: State, kernel: Tensor, v: Tensor, log: bool) -> State:
-        """Add the keys of one tile, in the state's own buffers; the kernel's is used up.
+        """Add the keys of one tile to the state, in place. The kernel's buffer is overwritten.
 
-        With ``log`` the kernel is log K and the running maximum is taken out (online softmax). mass is kept by anchors
-        that normalise.
+        With ``log`` the kernel is log K and the running maximum is subtracted (online softmax). Only anchors that
+        normalise keep mass.
         """
         if not log:
             mass = state.mass.add_(kernel.sum(-1, keepdim=True)) if self.normalises else state.mass
@@ -179,11 +184,11 @@ class SumAnchor(Anchor, abstract=True):
 
 @dataclass(frozen=True)
 class Row(SumAnchor):
-    """W = K / sum over visible keys of K. Signed kernels are refused unless ``allow_signed``.
+    """W = K / sum over visible keys of K.
 
-    Empty rows (and rows whose kernel is zero everywhere) give 0. allow_signed: accept a kernel with negative values.
-    The sum of a row may then come near zero, and its output grow without bound; a sum below zero turns the signs of a
-    row around; one of exactly zero gives 0. Nothing warns where that happens.
+    Empty rows, and rows whose kernel is zero everywhere, give 0. allow_signed: accept a kernel with negative values.
+    The sum of a row may then be close to zero and its output very large. A negative sum flips the signs of the row, and
+    a sum of exactly zero gives 0. There is no warning.
     """
 
     normalises: ClassVar[bool] = True
@@ -232,13 +237,13 @@ class Row(SumAnchor):
 
 @dataclass(frozen=True)
 class TopK(Anchor):
-    """W = K / sum over the k largest visible entries of a row, 0 elsewhere: ``Row`` on each query's k nearest keys.
+    """W = K / sum over the k largest visible entries of a row, 0 elsewhere: ``Row`` on the k nearest keys per query.
 
-    Keys equal to the k-th largest are all kept, so that no order among them matters. A row that sees k keys or fewer
-    keeps them all and is Row's.
-    Which keys are kept is a constant: gradients flow through their weights alone. k: of any size. search: how
-    path='sparse' looks for them; with none declared nothing approximates them. All other paths meet every key and keep
-    the exact ones.
+    All keys equal to the k-th largest are kept, so that their order does not matter. A row that sees at most k keys
+    keeps them all, as Row does. The selection has no gradient; gradients flow through the weights of the kept keys.
+
+    k: any whole number >= 1. search: how path='sparse' finds candidates; None = no approximation. All other paths visit
+    every key and are exact.
     """
 
     family = "sums"
@@ -259,8 +264,9 @@ class TopK(Anchor):
         return self.k
 
     def least(self, kernel: Tensor) -> Tensor:
-        """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a
-        constant.
+        """The k-th largest entry of each row of K or log K (…, T, S), as a constant (…, T, 1).
+
+        A row with fewer than k entries gives its smallest.
         """
         keys = kernel.shape[-1]
         if keys == 0:

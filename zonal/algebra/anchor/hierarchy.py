@@ -1,15 +1,15 @@
-"""Hierarchical: the conditional closest to softmax attention among those that see far tokens as blocks.
+"""Hierarchical: of all conditionals that read distant tokens as blocks, the one closest to softmax attention.
 
-Tokens are leaves of a tree. For a query t in child a and a key s in another child b of the same node, the weight
-depends on a and b alone; within the smallest blocks weights are free. Minimising sum_t KL(W_t | softmax_t) under these
-ties and rows that sum to one gives, node by node upward,
+Tokens are the leaves of a tree. For a query t in child a and a key s in another child b of the same node, the weight
+depends on a and b only. Within the smallest blocks the weights are free. Minimising sum_t KL(W_t | softmax_t) under
+these ties, with rows that sum to one, gives node by node upward
 
     Lambda_t = log sum_{s in block} K_ts                                               in the smallest blocks,
     lambda_a = mean_{t in a} Lambda_t,   J_ab = log |b| + mean_{t in a, s in b} L_ts,
     Lambda_t = log(e^lambda_a + sum_b e^J_ab)   for t in a,                             at every node above:
 
-the shares e^(lambda_a - Lambda) of the own child and e^(J_ab - Lambda) of each sibling. All queries of a child leave
-the same mass outside of it, so that what is best inside does not depend on what is best outside.
+with shares e^(lambda_a - Lambda) of the query's own child and e^(J_ab - Lambda) of each sibling. All queries of a child
+give the same mass to keys outside it, so the optimum inside a child does not depend on the optimum outside.
 """
 
 import itertools
@@ -26,13 +26,14 @@ from zonal.algebra.declaration import Derived, Move, require, require_whole
 
 @dataclass(frozen=True)
 class Hierarchical(Anchor):
-    """Softmax attention under the ties of a tree.
+    """Softmax attention with weights tied by a tree: all queries of a block give equal weight to keys of another block.
 
-    Self-attention without a causal order: as many queries as keys, in one order.
+    Bidirectional self-attention only: queries and keys are the same tokens in the same order.
 
-    sizes: tokens of a smallest block, then children of each node above it, upward; what is left are children of the
-    root. (16,): blocks of 16 and a root above all of them; (16, 8): groups of 8 such blocks in between. Padding is in
-    no block. Source: Amizadeh et al. 2025, here derived from its variational principle.
+    sizes: tokens per smallest block, then children per node at each level above; what remains are children of the root.
+    (16,): blocks of 16 under one root. (16, 8): groups of 8 such blocks in between. Padding belongs to no block.
+
+    Raises: ArgumentError for sizes below 2. Source: Amizadeh et al. 2025, here derived from its variational principle.
     """
 
     family = "tree"
@@ -107,8 +108,8 @@ class Hierarchical(Anchor):
                 "restriction",
                 "anchor",
                 "tree",
-                f"far tokens are seen as blocks of {sizes}: all queries of a block give all keys of another the same "
-                "weight",
+                f"distant tokens are read as blocks of {sizes}: all queries of a block give all keys of another block "
+                "the same weight",
                 (tied,),
             ),
             Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),

@@ -1,17 +1,19 @@
-"""Plans: weights under constraints on what keys receive, as entropic transport finds them.
+"""Transport plans: weights under constraints on the mass that keys receive, by entropic optimal transport.
 
 With masses mu of queries and nu of keys, each summing to one, a plan is
 
-    P_ts = K_ts a_t b_s,   a_t = mu_t e^(f_t),  b_s = nu_s e^(g_s),   W = diag(mu)^-1 P,
+    P_ts = K_ts a_t b_s,   a_t = mu_t e^(f_t),  b_s = nu_s e^(g_s),   W = diag(mu)^-1 P.
 
-the closest to K = e^L in relative entropy under what is asked of its sums m = P 1 and n = P^T 1. Each side has a rule
-that makes its potential from l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t): f = -l fixes the sum at the mass;
-f = -rho / (1 + rho) l pulls it there with weight rho KL(m | mu), where the plan is to be close to mu nu^T K, and f =
--rho / (1 + rho) l - log(mu) / (1 + rho) where it is to be close to K; f = clamp(0, log low - l, log high - l) keeps it
-in a range. The two rules in turn are Sinkhorn's iteration.
+It is closest to K = e^L in relative entropy, subject to conditions on the marginals m = P 1 and n = P^T 1. Each side
+has a rule that computes its potential from l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t):
 
-Only a_t and b_s are kept, and the gradient goes through the fixed point: with lambda = -df/dl a side and r_t = sum_s
-P_ts dW_ts / mu_t, c_s likewise, (alpha, beta) solves
+    constraint   f = -l                                      the marginal equals the mass
+    penalty      f = -rho / (1 + rho) l                      weight rho KL(m | mu), P close to mu nu^T K
+                 f = -rho / (1 + rho) l - log(mu) / (1 + rho)     the same, P close to K
+    range        f = clamp(0, log low - l, log high - l)     the marginal stays in a range
+
+Alternating the two rules is Sinkhorn's iteration. Only a_t and b_s are kept, and the gradient uses the fixed point:
+with lambda = -df/dl per side, r_t = sum_s P_ts dW_ts / mu_t and c_s likewise, (alpha, beta) solves
 
     [ m / lambda_1    P         ] [alpha]   [r]
     [ P^T             n / lambda_2 ] [beta ] = [c],          dL_ts = P_ts (dW_ts / mu_t - alpha_t - beta_s).
@@ -58,21 +60,19 @@ def weighted(log_mass: Tensor, potential: Tensor) -> Tensor:
 
 
 def slack(mass: Tensor, change: Tensor) -> Tensor:
-    """The part of a head's mass that a change of potentials moves, (B, H); of a far too large one no more than a
-    number.
-    """
+    """The part of a head's mass that a change of potentials moves, (B, H), with very large changes kept finite."""
     return (mass * torch.expm1(change.detach().clamp_max(60)).abs()).sum(-1)
 
 
 @dataclass(frozen=True)
 class PlanAnchor(Anchor, abstract=True):
-    """What all plans have in common.
+    """Base of all plans.
 
-    tolerance: the iteration stops where one more moves at most this part of a head's mass; for a balanced plan that is
-    sum_s |n_s - nu_s|, which rows that sum to mu leave over. In float32 no less is asked than rounding allows. limit:
-    iterations. on_limit: ``error``, or ``keep`` what there is: rows are right then, keys receive what they receive.
-    gradient: ``implicit`` (through the fixed point), or ``unrolled`` (through all steps; path dense only, a check).
-    learn: a layer makes the masses of queries and keys from its input.
+    tolerance: the iteration stops when the next step would move at most this part of a head's mass. For a balanced plan
+    with exact rows, this is sum_s |n_s - nu_s|. In float32 it is at least what rounding allows. limit: of iterations.
+    on_limit: ``error``, or ``keep`` the current plan: its rows are exact and its columns are not.
+    gradient: ``implicit`` (through the fixed point), or ``unrolled`` (through all steps; for checks, on the dense
+    path). learn: a layer computes the masses of queries and keys from its input.
     """
 
     family = "plan"
@@ -114,9 +114,7 @@ class PlanAnchor(Anchor, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.key_step")
 
     def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
-        """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where
-        masses are strong wishes.
-        """
+        """g minus a constant that moves from g to f; alternating rules shift it slowly when penalties are large."""
         raise NotImplementedError(f"{type(self).__name__}.centred")
 
     def weights(self, blocks: Blocks) -> Tensor:
@@ -150,9 +148,9 @@ class PlanAnchor(Anchor, abstract=True):
         return weights
 
     def require_finite(self, masses: Tensor) -> None:
-        """Raise NonFiniteError unless the masses of the plan's rows are numbers.
+        """Raise NonFiniteError unless the row masses of the plan are finite.
 
-        A plan without masses to keep to may overflow.
+        A plan without mass constraints may overflow.
         """
         if not bool(masses.isfinite().all()):
             raise NonFiniteError(
@@ -170,8 +168,9 @@ class PlanAnchor(Anchor, abstract=True):
         theirs: Tensor,
         query: bool,
     ) -> Step:
-        """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs:
-        potentials.
+        """The update of one side's potential.
+
+        own, other: log masses of this side and the other. mine, theirs: their potentials.
         """
         near, far = weighted(own, mine), weighted(other, theirs)
         total = sums(near, far) if query else sums(far, near)
@@ -184,13 +183,13 @@ class PlanAnchor(Anchor, abstract=True):
         rows: Callable[[Tensor, Tensor], Tensor],
         columns: Callable[[Tensor, Tensor], Tensor],
     ) -> Potentials:
-        """Both rules in turn until they agree.
+        """Alternate both rules until the potentials converge.
 
         Args:
             rows: (log a, log b) -> log m (B, H, T). columns: the same -> log n (B, H, S).
 
-        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError
-        for scores that are no numbers.
+        Raises: ConvergenceError at the limit of iterations, unless on_limit is "keep"; NonFiniteError for scores that
+        are not finite.
         """
         return _iterated(self, marginals, rows, columns)
 
@@ -221,7 +220,7 @@ class PlanAnchor(Anchor, abstract=True):
             )
             if math.isnan(worst) or math.isnan(reach):
                 raise NonFiniteError(
-                    f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. "
+                    f"{type(self).__name__}: scores hold NaN or infinity, and a plan couples all queries and keys. "
                     "Look for them in q, k and key_bias."
                 )
             if reach <= _COARSE and worst <= max(self.tolerance, reach):
@@ -292,10 +291,10 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 class _Mixing:
-    """The next potential of keys from the last few, a head: Anderson's acceleration of the fixed point.
+    """Anderson acceleration of the fixed point of g: the next potential of keys from the last few, per head.
 
-    With r = T(g) - g at each of them, the mean of T(g) under the weights (of sum one) whose mean r is least. Where the
-    error rises the past is forgotten, and a plain step follows, from where the iteration converges by itself.
+    With r = T(g) - g at each stored g, the next g is the weighted mean of T(g) (weights sum to one) with the smallest
+    mean r. When the error rises, the history is dropped and a plain step follows, which converges by itself.
     """
 
     def __init__(self, mass: Tensor) -> None:
@@ -329,9 +328,11 @@ class _Mixing:
 
 @dataclass(frozen=True)
 class Plan(PlanAnchor):
-    """The balanced plan: queries give mu, keys receive nu exactly. min KL(P | K) subject to P 1 = mu, P^T 1 = nu.
+    """The balanced plan: min KL(P | K) subject to P 1 = mu and P^T 1 = nu. Queries give mu and keys receive nu exactly.
 
-    With equal masses rows of W sum to one and its columns to T / S. Bidirectional only. Source: Geometric Attention,
+    With equal masses, rows of W sum to one and columns to T / S. Bidirectional only.
+
+    Raises: ConvergenceError where the mask allows no such plan within the limit. Source: Geometric Attention,
     definition 2.18.
     """
 
@@ -374,15 +375,17 @@ class Plan(PlanAnchor):
 
 @dataclass(frozen=True)
 class UnbalancedPlan(PlanAnchor):
-    """Masses as a wish: min KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m +
-    mu.
+    """The unbalanced plan: min KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu).
 
-    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention, with log nu added to
-    its scores where R has the masses. A query that finds little gives little: rows of W sum to m / mu.
-    reference: R. "masses": mu nu^T K, so that a plan of as many tokens again has the same mass; "kernel": K, the
-    paper's, whose mass depends on how many tokens there are. For a side that is met exactly they are the same.
-    ``probe.EntropicPlan`` has the same two.
-    Source: Geometric Attention, definition 2.19.
+    KL(m | mu) = sum m log(m / mu) - m + mu. A query with little evidence gives little mass: rows of W sum to m / mu.
+
+    rho: (rho_1, rho_2) >= 0; None = an exact constraint as in ``Plan``, 0 = no penalty. (None, 0) is softmax attention,
+    with log nu added to its scores if R has the masses.
+    reference: R. "masses": mu nu^T K, whose plan keeps its mass when all tokens are duplicated. "kernel": K, as in the
+    paper, whose mass depends on the number of tokens. Both are the same for a constrained side. ``probe.EntropicPlan``
+    has the same two.
+
+    Raises: ArgumentError for rho that are negative. Source: Geometric Attention, definition 2.19.
     """
 
     rho: tuple[float | None, float | None] = (1.0, 1.0)
@@ -399,8 +402,7 @@ class UnbalancedPlan(PlanAnchor):
         )
         require(
             isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
-            "UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received "
-            f"{self.rho!r}.",
+            f"UnbalancedPlan: rho must be two numbers >= 0, or None for an exact mass, received {self.rho!r}.",
         )
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:
@@ -455,11 +457,12 @@ class UnbalancedPlan(PlanAnchor):
 
 @dataclass(frozen=True)
 class BoundedPlan(PlanAnchor):
-    """Softmax attention in which no key receives less than low nu_s or more than high nu_s: the closest to it in
-    relative entropy, weighed by mu.
+    """The plan closest to softmax attention in which each key receives between low nu_s and high nu_s.
 
-    low <= 1 <= high. Rows sum to one. low = 0, high = c is a capacity of c times its share for every key; keys inside
-    the range are left alone.
+    Closest in relative entropy, weighted by mu. low <= 1 <= high. Rows sum to one. low = 0, high = c limits each key to
+    c times its share. Keys inside the range are unchanged.
+
+    Raises: ArgumentError for a range that does not contain 1.
     """
 
     normalises: ClassVar[bool] = True

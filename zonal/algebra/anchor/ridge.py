@@ -25,9 +25,7 @@ def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
 
 
 def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(D a)_s = a_{s-1}, where s - 1 means the token before: padding (key_mask (B, S) False) is no token and is passed
-    over.
-    """
+    """(D a)_s = a_{s-1}, with s - 1 the previous real token: padding (key_mask (B, S) False) is skipped."""
     if key_mask is None or not rows.shape[-1]:
         return F.pad(rows[..., :-1], (1, 0))
     place = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
@@ -38,15 +36,17 @@ def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Ridge(Anchor):
-    """W = K_qk (K_kk + rho I)^-1 on the visible keys: kernel ridge regression from keys to values, refitted for every
-    query.
+    """W = K_qk (K_kk + rho I)^-1 on the visible keys: kernel ridge regression from keys to values, refitted per query.
 
-    eps: the ridge. ``constant``: rho = eps (one a head, kept positive by softplus when learned). ``running_max``: rho_t
-    = eps max(m_t^2, 1e-12), m_t^2 the largest K_ss a query sees (the Echo paper's, made causal). relative: rho_t has
-    relative tr(G_t) / r added, G_t the Gram matrix of the keys a query sees: so much of their mean eigenvalue, for the
-    plain product z.z only. Causal queries see strictly earlier keys. With a ``Decay`` prior the past fades, as
-    ``primal.fading_weights`` defines it.
-    Source: Echo, eq. 13 with K = 0.
+    Causal queries see strictly earlier keys.
+
+    eps, mode: the ridge. ``constant``: rho = eps, one per head, kept positive by softplus when learned.
+    ``running_max``: rho_t = eps max(m_t^2, 1e-12), with m_t^2 the largest K_ss that a query sees (the Echo paper's
+    ridge, made causal). relative: adds relative tr(G_t) / r to rho_t, with G_t the Gram matrix of the visible keys;
+    this is a fraction of their mean eigenvalue, for the plain product z.z only. With a ``Decay`` prior the past decays
+    as in ``primal.fading_weights``.
+
+    Raises: ArgumentError for numbers out of range. Source: Echo, eq. 13 with K = 0.
     """
 
     family = "ridge"
@@ -109,8 +109,9 @@ class Ridge(Anchor):
         return expand_rows(value, heads, "the learned ridge")
 
     def moved(self, rho: Tensor, peak: Tensor | None, trace: Tensor, width: int) -> Tensor:
-        """The ridge of queries that see keys whose largest K_ss is ``peak`` (needed for the running maximum) and whose
-        sum is ``trace``; width: r.
+        """The ridge of queries whose visible keys have ``trace`` as the sum and ``peak`` as the maximum of K_ss.
+
+        peak is needed for the running maximum. width: r.
         """
         ridge = rho if self.mode == "constant" or peak is None else rho * peak.clamp_min(1e-12)
         return ridge + self.relative / width * trace if self.relative else ridge
@@ -220,15 +221,17 @@ class Ridge(Anchor):
 
 @dataclass(frozen=True)
 class Koopman(Ridge):
-    """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: ridge read-out after ``power`` steps of the fitted
-    dynamics.
+    """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: a ridge read-out after ``power`` fitted steps.
 
     Dual form for any kernel: w_t = (S D)^power (K_kk + rho I)^-1 k_q, S = K_kk (K_kk + rho I)^-1, D the shift by one.
-    power: on distinct keys, 0 returns eta times the value stored with the key, 1 eta gamma times the value one step
-    later, and so on; a tuple has one for each head group. eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4)
-    are learned, one a head.
-    spectral_norm: "power" divides each step by max(1, s), s the norm of L^-1 M L^-T by six power iterations: the
-    paper's form, which changes nothing, since s < 1; for the plain product z.z only. Source: Echo, eqs. 12, 13 and 22.
+
+    power: for distinct keys, 0 returns eta times the value stored with the key, 1 returns eta gamma times the value one
+    step later, and so on. A tuple gives one power per group of heads. eta (initially 1.5) and gamma = 1 +
+    sigmoid(gate)/2 (gate initially -4) are learned per head.
+    spectral_norm: "power" divides each step by max(1, s), with s the norm of L^-1 M L^-T by six power iterations. This
+    is the paper's form and changes nothing, since s < 1; for the plain product z.z only.
+
+    Raises: ArgumentError for powers out of range. Source: Echo, eqs. 12, 13 and 22.
     """
 
     reduces_as = "ridge"
@@ -251,7 +254,7 @@ class Koopman(Ridge):
         )
         require(
             good,
-            "Koopman: power must be a whole number from 0 to 8, or a tuple of such, one a head; "
+            "Koopman: power must be a whole number from 0 to 8, or a tuple of these, one per head group; "
             f"received {self.power!r}.",
         )
         require(
@@ -319,7 +322,7 @@ class Koopman(Ridge):
             "anchor",
             "gain",
             f"of all multiples of the read-out {self.eta:g} times "
-            f"it{', which is learned a head' if self.learn_scale else ''}",
+            f"it{', which is learned per head' if self.learn_scale else ''}",
         )
         return (*((shift,) if self.shifts else ()), *super().moves(), gain)
 
