@@ -355,7 +355,7 @@ def test_a_product_learns_its_weights() -> None:
     [
         (lambda: Product(()), "factors must be metrics"),
         (lambda: Product(weights=(1.0, 2.0)), "3 weights > 0 are required"),
-        (lambda: Product(weights=(1.0, 2.0, 0.0)), "What is to be 0 is a gate"),
+        (lambda: Product(weights=(1.0, 2.0, 0.0)), "To switch a factor off, use a gate of 0"),
         (lambda: Product(gates=(1.0, -1.0, 0.0)), "3 gates >= 0 are required"),
         (lambda: Product(sizes=(2, 2)), "3 sizes are required"),
         (lambda: Product(sizes=(2, 2, 0)), "whole number >= 1"),

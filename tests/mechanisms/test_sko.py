@@ -93,7 +93,7 @@ def test_the_sphere_of_the_head() -> None:
     weight = open_.learned_parts["link_weight"]
     (grad,) = torch.autograd.grad(zonal.attention(q, k, v, open_, causal=True).square().sum(), weight)
     assert grad.abs().max() > 0
-    with pytest.raises(ArgumentError, match="known with the size of a head only"):
+    with pytest.raises(ArgumentError, match="needs the size of a head"):
         open_.learned()
     squares = m.kernel_ridge(kernel="sko(manifold_dim='head')")
     assert zonal.attention(q, k, v, squares, causal=True).isfinite().all()

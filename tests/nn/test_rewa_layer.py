@@ -122,7 +122,7 @@ def test_shared_witness() -> None:
         (lambda: Attention(48, 4, "rewa(parts=(5, 5, 5))", qk_dim=12), "need vectors of 15 numbers, received 12"),
         (lambda: m.rewa(parts=(4, 4)), "rewa: parts must be three numbers"),
         (lambda: m.rewa(parts=(0, 0, 0)), "rewa: a part of at least one number"),
-        (lambda: m.rewa(weights=(1.0, 0.0, 1.0)), "What is to be 0 is a gate"),
+        (lambda: m.rewa(weights=(1.0, 0.0, 1.0)), "To switch a factor off, use a gate of 0"),
         (lambda: m.rewa(temperature=0.0), "temperature must be > 0"),
     ],
 )

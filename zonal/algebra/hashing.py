@@ -1,6 +1,6 @@
-"""Searches: how the keys that a query may keep are looked for without meeting all of them.
+"""Searches: how the sparse path finds candidate keys for a query without visiting all keys.
 
-What they find is an approximation, and the ledger says so.
+The result is an approximation, and the ledger states it.
 """
 
 import math
@@ -19,23 +19,22 @@ class Search(Declaration, abstract=True):
 
 @dataclass(frozen=True)
 class LSH(Search):
-    """Locality-sensitive hashing: candidates of a query are the keys that share its bucket in any of ``tables`` tables,
-    and its ``window``.
+    """Locality-sensitive hashing: a query's candidates share its bucket in one of ``tables`` tables, or its ``window``.
 
-    A table hashes each space of the score by its own family and puts the cells together:
-    dot products, cosines, angles: ``bits`` signs of random projections, SimHash; one agrees with probability 1 - angle
-    / pi.
-    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I / D), u uniform on [0, r); all agree with probability
-    prod_k (1 - |D_k.w| / r)_+ over u.
+    A table hashes each space of the score by a family of its own, and joins the cells:
+    dot products, cosines, angles: ``bits`` signs of random projections (SimHash); each agrees with probability 1 -
+    angle / pi.
+    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I / D), u uniform on [0, r); given w, all agree with
+    probability prod_k (1 - |D_k.w| / r)_+ over u.
     hyperbolic space: the cell floor((radius + u)/r) and ``bits`` signs of the direction.
 
-    bits: None = log2 of the keys less 5 (about 32 keys a bucket were they spread evenly), shared among the spaces of a
-    product, at least 1 each.
-    width: r, in units of the numbers of a point, in the plane, and of the radius. reach: of a bucket's keys a query
-    meets the ``reach`` nearest in position at most, causal ones the latest. window: how many of the nearest in position
-    it meets in any case, itself first. Each query so meets at most tables * reach + window keys, whatever the input,
-    and what it meets depends on no later token. Cells are told apart by a number of 16 bits: of many thousand keys a
-    few may be met by chance.
+    bits: None = log2 of the number of keys less 5 (about 32 keys per bucket if evenly spread), divided among the spaces
+    of a product, with at least 1 each.
+    width: r, in units of a point's numbers in the plane, and of the radius. reach: the most keys per bucket that a
+    query visits, the nearest in position (causal: the latest). window: the number of nearest positions that it always
+    visits, itself first. Each query visits at most tables * reach + window keys for any input, and its candidates do
+    not depend on later tokens. Cells are identified by 16-bit numbers, so that among many thousand keys a few
+    candidates may come from other cells.
 
     Raises: ArgumentError for numbers out of range.
     """
@@ -61,7 +60,7 @@ class LSH(Search):
         require(
             self.bits is None or self.bits <= MOST_BITS,
             f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. "
-            "For more keys that are alike, raise tables instead.",
+            "For many similar keys, raise tables instead.",
         )
         require(
             self.projections <= MOST_PROJECTIONS,
@@ -92,7 +91,7 @@ class LSH(Search):
                 "approximation",
                 "search",
                 "hash tables",
-                f"{what}; how many of the exact ones those are depends on the input: "
+                f"{what}; how many of the exact ones they include depends on the input: "
                 "zonal.explain(…, sample=(q, k)) measures it",
             ),
         )

@@ -32,7 +32,7 @@ def horner_derivative(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor
 def power_sums(x: Tensor, grad: Tensor, count: int, spare: Tensor | None = None) -> Tensor:
     """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64.
 
-    spare: a buffer of x's shape that may be used up.
+    spare: a buffer of x's shape that may be overwritten.
     """
     sums, term = [grad.sum((-1, -2))], grad
     for k in range(1, count):

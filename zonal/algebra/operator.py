@@ -25,9 +25,9 @@ LayerInit = Literal["default", "zero_output", "orthogonal"]
 _SLOTS = frozenset(("score", "link", "anchor", "prior"))
 
 LEAK = (
-    "leaks the future: what a key may still receive depends on the queries after it, and so does what earlier queries "
-    "get (with equal masses the first query "
-    "can only fill the first key, then the second the second: the plan is the identity). "
+    "leaks the future: what a key may still receive depends on later queries, and so does what earlier queries "
+    "get (with equal masses the first query can only fill the first key, the second query the second key, and so "
+    "on: the plan is the identity). "
     "Leave it out, or use anchor.Row()"
 )
 """Why a causal order and weights that depend on all queries exclude each other; for people, after a subject."""
@@ -47,7 +47,7 @@ class Tags(NamedTuple):
     couples: bool  # a query's weights depend on the other queries, too
     # of anchors: "sums" over the keys of a row, "ridge" (solves), "plan", "tree", "" (none of these)
     family: str = "sums"
-    # an anchor that is exactly "row", "count", "raw" or "ridge": what compiled kernels know
+    # an anchor whose type is exactly that of "row", "count", "raw" or "ridge", which compiled kernels know
     reduction: str | None = None
     top: int = 0  # how many keys a row keeps, 0 = all
     shifts: int = 0  # the most Koopman steps of a head's read-out
@@ -55,8 +55,9 @@ class Tags(NamedTuple):
 
     @property
     def cancels(self) -> bool:
-        """Whether a row's sum over features, which is never negative, may cancel to nearly nothing: sums for this call
-        alone are then float64.
+        """Whether the nonnegative sum of a row over features may cancel to almost nothing.
+
+        Sums used by one call only are then float64.
         """
         return self.positive and self.normalises and (self.degree or 1) > 1
 
@@ -90,16 +91,19 @@ class Operator(nn.Module):
     """An attention operator, y_t = sum_s W_ts v_s with W = A(B * l(S)).
 
     Args:
-        score: how q and k become a number. link: how that becomes evidence. anchor: how evidence becomes weights.
-        prior: declared masks and biases, in any order.
-        name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
-        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output;
-            ``orthogonal``: v, too).
-        qk_dim: the size that a layer should give q and k of one head; None = that of v.
+        score: S, a number for each query and key. link: l, evidence from scores. anchor: A, weights from evidence.
+        prior: B, declared masks and biases, in any order.
+        name: for people and messages. readout: the norm that a layer applies to y (``head``: per head, ``concat``: over
+            all heads, None).
+        layer_init: initialisation of a layer's projections (``zero_output``: orthogonal q and k, zero output;
+            ``orthogonal``: also v).
+        qk_dim: size of q and k per head in a layer; None = that of v.
 
-    The parts are frozen values in frozen slots; ``replace`` makes an operator with other ones. Learned parts are
-    ``learned`` (a ParameterDict), one row for each head group; rows are repeated when an operator meets more heads,
-    thinned evenly when it meets fewer, and made each head's own by ``for_heads``.
+    The parts are frozen values and cannot be reassigned; ``replace`` makes an operator with other parts. Parameters are
+    in ``learned`` (a ParameterDict), one row per head group. Rows repeat for more heads and are thinned evenly for
+    fewer; ``for_heads`` gives each head its own.
+
+    Raises: ArgumentError for parts that cannot be combined.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class Operator(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SLOTS and name in vars(self):
             raise ArgumentError(
-                f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. "
+                f"Operator: slot {name!r} cannot be assigned, because operators are immutable. "
                 f"Use operator.replace({name}=…), which returns a new one."
             )
         super().__setattr__(name, value)
@@ -158,7 +162,7 @@ class Operator(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in _SLOTS:
             raise ArgumentError(
-                f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. "
+                f"Operator: slot {name!r} cannot be deleted, because operators are immutable. "
                 f"Use operator.replace({name}=…), which returns a new one."
             )
         super().__delattr__(name)
@@ -206,9 +210,7 @@ class Operator(nn.Module):
         )
 
     def refusal(self, dim: int | None = None) -> str | None:
-        """Why this combination of parts means nothing, for heads of ``dim`` numbers (None: for any that there may be),
-        or None when it does.
-        """
+        """Why these parts cannot be combined for heads of ``dim`` numbers (None: for any size); None if they can."""
         if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
             return (
                 f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can "
@@ -246,7 +248,7 @@ class Operator(nn.Module):
         decays = any(isinstance(p, Decay) for p in self.prior)
         if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
             return (
-                f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; "
+                f"anchor {name} solves with the kernel among keys, for which a position bias or decay is not defined; "
                 "drop the prior"
             )
         indefinite = self._indefinite_reason(dim)
@@ -283,7 +285,7 @@ class Operator(nn.Module):
     def _indefinite_reason(self, dim: int | None) -> str | None:
         """Why the kernel among keys may have negative eigenvalues, or None.
 
-        Where it has none, a ridge makes it invertible.
+        Without negative eigenvalues, a ridge makes it invertible.
         """
         of_score = self.score.indefinite_reason()
         if isinstance(self.score, NegativeDistance):
@@ -326,8 +328,8 @@ class Operator(nn.Module):
             or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values())
         ):
             return self._combined(learned, heads)
-        # a dozen operations on a few numbers cost more than a short call: what they gave is kept while they would give
-        # it again
+        # a dozen operations on a few numbers cost more than a short call, so the results are kept while their inputs
+        # are unchanged
         kept = self._kept.get(heads)
         if kept is None or not all(
             learned[key].dtype == value.dtype and torch.equal(learned[key], value) for key, value in kept[0].items()
@@ -376,9 +378,9 @@ class Operator(nn.Module):
         return new
 
     def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
-        """A copy whose learned parts have one row of their own for each head.
+        """A copy whose parameters have one row per head.
 
-        dim: the size of a head, where score or link had left it open.
+        dim: size of a head, where score or link left it open.
         """
         kv_heads = kv_heads or heads
         score, link = (
@@ -413,9 +415,7 @@ class Operator(nn.Module):
         return new
 
     def for_dim(self, dim: int) -> "Operator":
-        """The operator for heads of ``dim`` numbers, with the same parameters, where its link had left their number
-        open; else itself.
-        """
+        """The operator for heads of ``dim`` numbers, with the same parameters; itself if its link left no size open."""
         link = self.link.sized(dim)
         if link is self.link:
             return self
@@ -432,13 +432,11 @@ class Operator(nn.Module):
 
     @torch.no_grad()
     def fit(self, k: Tensor) -> "Operator":
-        """A copy whose score has chosen its landmarks or directions from keys k (B, Hkv, S, D), given as calls will
-        give them.
+        """A copy whose score has chosen its landmarks or directions from keys k (B, Hkv, S, D), given as in calls.
 
-        They are part of its state from then on, as what is drawn is: saved, loaded and moved with it, and never chosen
-        again by itself.
+        The choice becomes part of the operator's state: it is saved, loaded and moved with it, and never repeated.
 
-        Raises: ArgumentError for a score that chooses nothing, or keys that do not fit it.
+        Raises: ArgumentError for a score without such a choice, or keys that do not fit it.
         """
         if k.ndim != 4 or 0 in k.shape:
             raise ArgumentError(
@@ -524,8 +522,8 @@ class Operator(nn.Module):
 
     @torch.no_grad()
     def learned(self, points: int = 81) -> dict[str, Any]:
-        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees,
-        rates, temperatures, the weights of distances and the curvature that they make."""
+        """Learned values as plain lists: the curve l(x) per head, eta, gamma, ridge, degrees, rates, temperatures,
+        and weights of distances with their curvature."""
         rows = max(
             [1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])]
         )
@@ -560,9 +558,7 @@ class Operator(nn.Module):
 
 
 def apart(a: Operator, b: Operator) -> str:
-    """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two
-    declarations.
-    """
+    """The first difference of two operators in words: fields of one declaration, or two declarations."""
     slot = next(
         (slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor"
     )

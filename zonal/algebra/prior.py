@@ -1,10 +1,11 @@
-"""Priors: what is allowed and what is favoured before any score is seen, B_ts.
+"""Priors B_ts: which keys a query may see and which it favours, independent of the score.
 
-Declared priors (``Causal``, ``ChunkCausal``, ``Window``, ``ALiBi``, ``Decay``) belong to the operator; key padding,
-packed sequences, per-token decays and key biases come with the call. Together they are a ``Visibility`` and a ``Bias``:
+Declared priors (``Causal``, ``ChunkCausal``, ``Window``, ``ALiBi``, ``Decay``) belong to the operator. Key padding,
+packed sequences, per-token decays and key biases come with the call. Together they form a ``Visibility`` and a
+``Bias``:
 
-* every mask here is an interval of keys for each query, [lo_t, hi_t), cut by a key mask; and
-* every log prior is row_t + col_s - slope |t - s|: a decay is c_t - c_s with c the running sum of log decays.
+* every mask is an interval of keys for each query, [lo_t, hi_t), and a key mask;
+* every log prior is row_t + col_s - slope |t - s|. A decay is c_t - c_s with c the running sum of log decays.
 """
 
 import functools
@@ -126,11 +127,12 @@ class ALiBi(Prior):
 
 @dataclass(frozen=True)
 class Decay(Prior):
-    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with
-    attention(log_decay=...).
+    """B_ts = rate_h^(t - s) with 0 < rate <= 1 per head, or per token with attention(log_decay=...).
 
-    gated: a layer makes the decay of each token from its input, and the rates are only where its gate starts (so
-    ``learn`` must be False).
+    learn: the rates are learned through log(-log rate). gated: a layer computes the decay of each token from its input,
+    and the rates are only the initial values of its gate (``learn`` must be False).
+
+    Raises: ArgumentError for rates out of range.
     """
 
     rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
@@ -171,11 +173,10 @@ class Decay(Prior):
 
 
 class Intervals(NamedTuple):
-    """The keys [lo_t, hi_t) each query may see, int64 (T,) on the CPU: plain positions, from which the drivers plan
-    their loops.
+    """The keys [lo_t, hi_t) that each query may see, int64 (T,) on the CPU, from which the drivers plan their loops.
 
-    segment_start: the first key of the packed document each query lies in, (T,); without packing 0.
-    position: absolute position of each query among the keys, (T,).
+    segment_start: first key of the packed document of each query, (T,); 0 without packing. position: absolute position
+    of each query among the keys, (T,).
     """
 
     lo: Tensor
@@ -188,8 +189,9 @@ Rule = tuple[int, int, tuple[Prior, ...], bool, bool]  # queries, keys, priors, 
 
 
 class KeyRange(NamedTuple):
-    """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the
-    first one's hi, where each next one sees one more, else None. The key mask may forbid more."""
+    """Neighbouring queries: the keys [first, last) that any of them may see, and [common, until) that all may see.
+
+    edge: hi of the first query, if hi grows by one per query; else None. The key mask may forbid more."""
 
     first: int
     last: int
@@ -202,9 +204,7 @@ class KeyRange(NamedTuple):
         return self.common <= s0 and s1 <= self.until
 
     def diagonal(self, s0: int) -> int | None:
-        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where it
-        has another shape.
-        """
+        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as in ``torch.tril``, or None."""
         return None if self.edge is None or self.common > s0 else self.edge - s0 - 1
 
 
@@ -212,10 +212,10 @@ class KeyRange(NamedTuple):
 class Visibility:
     """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
 
-    made: the intervals, or what makes them when they are asked for (a kernel that knows the rules does without).
+    made: the intervals, or a function that computes them on demand (kernels that know the rules do not need them).
     key_mask: bool (B, S) or None. edges: borders of packed documents, int64 (N + 1,) on the CPU, None without packing.
-    rule: what the intervals follow from where that is plain values, so that they can be kept from call to call
-    (``intervals_of``); else None.
+    rule: plain values that determine the intervals, so that they can be cached between calls (``intervals_of``); else
+    None.
     """
 
     made: Intervals | Callable[[], Intervals]
@@ -266,9 +266,7 @@ class Visibility:
         return bool((self.lo <= self.segment_start).all())
 
     def rows(self, start: int, stop: int) -> "KeyRange":
-        """What the interval rule says of the queries [start, stop), as plain numbers; in a traced graph, which has
-        none, nothing is known of it.
-        """
+        """The interval rule for the queries [start, stop) as plain numbers; all unknown in a traced graph."""
         if torch.compiler.is_compiling():
             return KeyRange(0, self.keys, self.keys, 0, None)
         lo, hi = self.lo[start:stop], self.hi[start:stop]

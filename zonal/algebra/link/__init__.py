@@ -1,6 +1,6 @@
 """Links: how a score becomes evidence, K = l(S).
 
-One module a link: value, formula, coefficients of powers, definiteness.
+One module per link, with its value, formula, coefficients of powers, and definiteness.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""What every link has in common.
+"""Base class of links.
 
-A link is evaluated on tiles. ``value(x, c)`` and ``derivative(x, c)`` are elementwise in x and take the link's
-coefficients c, a tensor (n, H, 1, 1) made once per call from what is learned. A polynomial link gives its ``degree``
-and its coefficients of powers of x (``monomials``); exact features, the chunked path and memories of constant size
-follow from these.
+A link is evaluated on tiles. ``value(x, c)`` and ``derivative(x, c)`` are elementwise in x and take the coefficients c,
+a tensor (n, H, 1, 1) made once per call from the parameters. A polynomial link gives its ``degree`` and its
+coefficients of powers of x (``monomials``). Exact features, the chunked path and memories of constant size follow from
+these.
 """
 
 from collections.abc import Callable
@@ -71,10 +71,9 @@ class Link(Declaration, abstract=True):
         return None
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
-        """Why l(x) may have negative eigenvalues where x are the inner products of keys, for people, or None when it
-        cannot.
+        """Why l(x) of inner products x of keys may have negative eigenvalues, in words; None if it never has.
 
-        unit: keys have length one. dim: numbers of a key, None = not known yet.
+        unit: keys have length one. dim: size of a key, None = not known yet.
         """
         return f"link {type(self).__name__} is not known to keep inner products positive definite"
 

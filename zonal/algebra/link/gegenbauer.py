@@ -32,15 +32,16 @@ _FORMULA = Formula(
 class Gegenbauer(Link):
     """Phi_n(x) = sum_{k=0}^{ceil n} w_k clamp(n - k + 1, 0, 1) R_k(x), R_k = C_k^lam(x) / C_k^lam(1), lam = (q - 1)/2.
 
-    degrees: n of each head, in turn where heads are a multiple of them, else evenly spread with the last one kept
-    (``spread``); fractional allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials); "head" = that of the
-    sphere on which unit vectors of a head lie, D - 1.
-    init: ``ones`` (the paper; not localised), w_k = u_k with u_k = 1 at the start, or ``reproducing`` (the kernel of
-    the theory), w_k = N_k u_k with u_k = h(k/n), N_k the number of harmonics of degree k. u is what is learned: N_k
-    reaches 1e7, and a step of w would be nothing to it.
-    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is
-    positive definite on S^q: what anchors that solve ask for. Signed: it has negative values in general, so the row
-    anchor refuses it. Source: SKO, eqs. 3-5.
+    degrees: n of each head; fractional degrees are allowed. They repeat over the heads if their number divides, else
+    they are evenly spread with the last one kept (``spread``). manifold_dim: q >= 1 (q = 1 gives Chebyshev
+    polynomials); "head" = D - 1, the dimension of the sphere of unit vectors of a head.
+    init: ``ones`` (the paper; not localised) has w_k = u_k with u_k = 1 initially. ``reproducing`` (the kernel of the
+    theory) has w_k = N_k u_k with u_k = h(k/n), where N_k is the number of harmonics of degree k. u is learned and not
+    w, because N_k reaches 1e7 and steps of w would be negligible.
+    nonnegative: keeps learned weights positive (softplus; a weight of 0 starts at 1e-4). The kernel is then positive
+    definite on S^q, as anchors that solve require. The link is signed in general, so the row anchor rejects it.
+
+    Raises: ArgumentError for degrees and dimensions out of range. Source: SKO, eqs. 3-5.
     """
 
     domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
@@ -84,8 +85,8 @@ class Gegenbauer(Link):
     def _q(self) -> int:
         if self.manifold_dim == "head":
             raise ArgumentError(
-                "Gegenbauer: manifold_dim='head' is known with the size of a head only. "
-                "Use operator.for_heads(heads, dim=...), or write a number."
+                "Gegenbauer: manifold_dim='head' needs the size of a head. "
+                "Use operator.for_heads(heads, dim=...), or give a number."
             )
         return self.manifold_dim
 

@@ -12,11 +12,12 @@ from zonal.algebra.score import Params
 
 @dataclass(frozen=True)
 class Oscillatory(Link):
-    """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0), as ``NegativeDistance`` scores have it:
-    evidence that swings and fades.
+    """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0): evidence that oscillates and decays.
 
-    amplitudes a of any sign, decays b > 0, frequencies w; learned, one set a head. l lies between e^-A and e^A, A the
-    sum of |a|.
+    Use it with ``NegativeDistance`` scores. amplitudes a of any sign, decays b > 0, frequencies w: one learned set per
+    head. l lies between e^-A and e^A, with A the sum of |a|.
+
+    Raises: ArgumentError for lists of unequal length, and decays <= 0. Source: REWA (004).
     """
 
     amplitudes: tuple[float, ...] = (1.0,)

@@ -1,6 +1,4 @@
-"""Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for
-tiles.
-"""
+"""Metrics: distances between queries and keys, smooth at coincident points, with hand-written derivatives."""
 
 from zonal.algebra.metric.base import DotReduction, Metric
 from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball

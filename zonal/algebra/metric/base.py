@@ -21,11 +21,11 @@ class DotReduction(NamedTuple):
 
 
 class Metric(Declaration, abstract=True):
-    """d(a, b) >= 0 on points of the last axis.
+    """Base of distances d(a, b) >= 0 between points on the last axis.
 
-    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot
-    product says so with ``dot_reduction`` and ``reduced``, and runs in the tile kernels where the distance kernel does
-    not. One that is neither runs in torch's tiles.
+    A metric that is a sum of distances of the distance kernel gives its ``terms``. A metric that is a function of one
+    dot product gives ``dot_reduction`` and ``reduced``, and runs in the tile kernels if the distance kernel does not
+    apply. Any other metric runs in torch's tiles.
     """
 
     slot = "metric"
@@ -51,17 +51,17 @@ class Metric(Declaration, abstract=True):
         return 1.0
 
     def sized(self, dim: int, heads: int) -> "Metric":
-        """The metric for points of ``dim`` numbers and so many key heads, where it had been left open.
+        """The metric for points of ``dim`` numbers and ``heads`` key heads, with open sizes filled in.
 
-        Raises as ``check``.
+        Raises: as ``check`` does.
         """
         self.check(dim)
         return self
 
     def started(self, seed: int) -> dict[str, Tensor]:
-        """What a layer that has sized the metric starts with in place of ``initial()``, by name.
+        """Initial values of a metric sized by a layer, by name, in place of ``initial()``.
 
-        seed: of what is drawn at random.
+        seed: of random values.
         """
         return {}
 
@@ -98,14 +98,13 @@ class Metric(Declaration, abstract=True):
         return {}
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:
-        """The distances whose sum it is, each times its weight (``weighed``), on points of ``dim`` numbers; None where
-        it is no such sum.
-        """
+        """The distances whose weighted sum (``weighed``) is this metric, on points of ``dim`` numbers, or None."""
         return None
 
     def weighed(self, q: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What ``parted`` makes of ``query``, without joining both first; axes of weights that are all alike have
-        length 1.
+        """What ``parted`` makes of ``query``, without joining both first.
+
+        An axis along which all weights are equal has length 1.
         """
         return self.parted(self.query(q, params), self.width(q.shape[-1]))
 

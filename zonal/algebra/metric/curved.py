@@ -1,6 +1,6 @@
-"""The metrics of constant curvature, +1 and -1.
+"""Metrics of constant curvature, +1 and -1.
 
-Products of directions are summed in float64: distances of near points are differences of them.
+Products of directions are summed in float64, because distances of near points are small differences of them.
 """
 
 import math
@@ -19,19 +19,18 @@ from zonal.formula import Term
 RADIUS = 40.0
 # a direction is smooth at the origin: x / sqrt(|x|^2 + _ORIGIN^2)
 _ORIGIN = 1e-6
-# squared differences of directions below it are taken from the differences themselves: what is left of a product has
-# too few digits
+# squared differences of directions below this are computed from the differences themselves, because a product loses
+# too many digits
 _NEAR = 1e-6
 
 
 @dataclass(frozen=True)
 class Sphere(Metric):
-    """d(a, b) = 2 atan2(sqrt(|u - v|^2 + eps^2), sqrt(|u + v|^2 + eps^2)) - 2 atan(eps / sqrt(4 + eps^2)), u = a/|a|, v
-    = b/|b|.
+    """d(a, b) = 2 atan2(sqrt(|u - v|^2 + eps^2), sqrt(|u + v|^2 + eps^2)) - 2 atan(eps / sqrt(4 + eps^2)).
 
-    The angle, but for an eps that keeps the gradient finite where points coincide or are opposite (the gradient of acos
-    is infinite there, and acos is 0 below 1e-4 in float32). Zero at coincident points. A zero vector is at a right
-    angle to everything and gets no gradient.
+    u = a/|a| and v = b/|b|. This is the angle between a and b, smoothed by eps: the gradient stays finite where points
+    coincide or are opposite. (The gradient of acos is infinite there, and acos is 0 below 1e-4 in float32.) The
+    distance of coincident points is zero. A zero vector is at a right angle to every point and gets no gradient.
     """
 
     negative_type: ClassVar[bool] = True
@@ -124,14 +123,14 @@ class Hyperbolic(Metric):
 
     delta = sinh^2((a - b)/2) + sinh(a) sinh(b) |a^ - b^|^2 / 4,   d = 2 asinh(sqrt(delta + eps^2/4)) - 2 asinh(eps/2)
 
-    for radii a, b and directions a^, b^. All of R^p is the space: there is no ball to leave (``from_ball`` reads points
-    of Poincaré's).
+    with radii a, b and directions a^, b^. Every vector in R^p is a valid point; ``from_ball`` converts points of
+    Poincaré's ball.
     eps: keeps the gradient finite and zero at coincident points. scale: None = p^-1/2, which puts points of unit
-    variance at radius about 1. A radius beyond 40 counts as 40, and gets no gradient outwards: further out sinh(a)
-    sinh(b) leaves float32.
+    variance at radius about 1. A radius above 40 counts as 40 and gets no outward gradient, because sinh(a) sinh(b)
+    would overflow float32.
 
-    Between directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b)
-    then magnifies: it is taken from differences there, here and in the distance kernel. Not with torch.func.vmap.
+    Directions nearer than 1e-3 are compared by their differences, here and in the distance kernel: a float32 product
+    has no digits of |a^ - b^|^2 left there, and sinh(a) sinh(b) magnifies the error. torch.func.vmap is not supported.
     """
 
     negative_type: ClassVar[bool] = True
@@ -189,10 +188,9 @@ class Hyperbolic(Metric):
 
 
 def from_ball(x: Tensor) -> Tensor:
-    """Points of Poincaré's ball (…, p), |x| < 1, as points that ``Hyperbolic()`` takes: the same direction, at radius 2
-    artanh |x|.
+    """Points of Poincaré's ball (…, p), |x| < 1, as points of ``Hyperbolic()``: same direction, radius 2 artanh |x|.
 
-    Raises: ArgumentError for a point on the rim of the ball, outside it, or not finite.
+    Raises: ArgumentError for a point on or outside the unit sphere, or not finite.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if not bool((norm < 1).all()):

@@ -34,8 +34,9 @@ def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squares(q: Tensor, k: Tensor) -> Tensor:
-    """|q_t - k_s|^2 (..., T, S) in float64, below zero by rounding only: in float32 near points would lose all their
-    digits.
+    """|q_t - k_s|^2 (..., T, S) in float64, negative by rounding only.
+
+    In float32, near points would lose all their digits.
     """
     q, k = _centred(q.double(), k.double())
     return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
@@ -61,9 +62,9 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernels
-    sum |a - b|^2 of near points from differences, torch's tiles in float64. Under torch.func it comes from a product in
-    float32: distances below 3e-4 of the points' spread are its rounding there.
+    eps keeps the gradient finite and zero at coincident points, where a plain root has NaN. The distance kernels sum |a
+    - b|^2 of near points from differences, and torch's tiles use float64. Under torch.func a float32 product is used,
+      with rounding errors for distances below 3e-4 of the spread of the points.
     """
 
     negative_type: ClassVar[bool] = True
@@ -126,11 +127,11 @@ class SquaredEuclidean(Metric):
 
 @dataclass(frozen=True)
 class HilbertSchmidt(Metric):
-    """d(A, B) = |A - B|, the root of the sum of squared entries, smooth as ``Euclidean``: points are m x m matrices row
-    by row, D = m^2.
+    """d(A, B) = |A - B|, the Frobenius norm, smooth as ``Euclidean``. Points are m x m matrices row by row, D = m^2.
 
-    Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no
-    square matrices.
+    ``score.OperatorPath`` uses its square, which is faster.
+
+    Raises: ArgumentError for points that are not square matrices.
     """
 
     negative_type: ClassVar[bool] = True

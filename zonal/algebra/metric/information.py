@@ -13,8 +13,9 @@ from zonal.algebra.metric.curved import Sphere
 
 @dataclass(frozen=True)
 class FisherRao(Metric):
-    """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b); smooth as
-    ``Sphere``, at most pi.
+    """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b).
+
+    It is smooth as ``Sphere`` and at most pi.
     """
 
     negative_type: ClassVar[bool] = True
@@ -50,8 +51,8 @@ def _root_vjp(root: Tensor, grad: Tensor) -> Tensor:
 class LeCam(Metric):
     """d(a, b) = sqrt(sum_i (p_i - r_i)^2 / (p_i + r_i) + eps^2) - eps, p = softmax(a), r = softmax(b); at most sqrt(2).
 
-    Paper 004 calls it Fisher's information distance, which is up to 2.2 times as long (``FisherRao``). A pair costs
-    five operations a number: it is no dot product.
+    Paper 004 calls it Fisher's information distance, but that one (``FisherRao``) is up to 2.2 times as long. Cost:
+    five operations per pair and number, since it is not a dot product.
     """
 
     eps: float = 1e-4
@@ -94,15 +95,15 @@ def _softmax_vjp(p: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fidelity(Metric):
-    """d(a, b) = -log((F + eps) / (1 + eps)) with the fidelity F = (tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 of density
-    matrices rho = A A^T / tr, sigma = B B^T / tr.
+    """d(a, b) = -log((F + eps) / (1 + eps)) with F = (tr sqrt(sqrt(rho) sigma sqrt(rho)))^2, the fidelity.
 
-    Points hold A (m x rank) row by row, D = m rank. F is the squared sum of singular values of A^T B, over both traces;
-    each singular value is sqrt(lambda + eps^2) - eps of an eigenvalue of A^T B B^T A. No metric in the strict sense:
-    exp(-d) is F. A zero vector has F = 0 with all. A pair takes eigenvalues of a matrix of size ``rank`` (torch's,
-    slow): for short sequences.
+    rho = A A^T / tr and sigma = B B^T / tr are density matrices; points hold A (m x rank) row by row, D = m rank. F is
+    the squared sum of singular values of A^T B, over both traces. Each singular value is computed as sqrt(lambda +
+    eps^2) - eps of an eigenvalue of A^T B B^T A. The triangle inequality does not hold. With eps = 0, exp(-d) is F. A
+    zero vector has F = 0 with every point. Each pair needs the eigenvalues of a matrix of size ``rank`` in torch, which
+    is slow: use short sequences.
 
-    Raises: ArgumentError for points that are no such matrices.
+    Raises: ArgumentError for points that are not such matrices.
     """
 
     rank: int = 1

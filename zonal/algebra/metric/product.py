@@ -16,8 +16,9 @@ from zonal.formula import Term
 
 
 class _Open(torch.autograd.Function):
-    """max(x, 0), with the gradient of x where x > 0 or a step would open it: a gate at zero can be learned, and none
-    falls below.
+    """max(x, 0), with the gradient of x where x > 0 or a descent step would raise x above 0.
+
+    A gate at zero can thus be learned, and never becomes negative.
     """
 
     @staticmethod
@@ -33,22 +34,21 @@ class _Open(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Product(Metric):
-    """d(a, b) = sum_i w_hi g_hi d_i(a_i, b_i) / typical_i on vectors that are cut into parts a = (a_1, a_2, …), one a
-    factor.
+    """d(a, b) = sum_i w_hi g_hi d_i(a_i, b_i) / typical_i on vectors cut into parts a = (a_1, a_2, …), one per factor.
 
-    factors: the metrics. sizes: of the parts, one of which may be None, what the others leave; None = equal shares,
-    where the first takes what is left over. weights: where w starts, 1 each unless given; learn: one w a head, kept
-    positive by softplus. gates: where g >= 0 starts, learned too; None = no gates. A gate of zero shuts its factor out
-    exactly and still gets the gradient that would open it. normalise: divide each distance by what is typical for
-    numbers from N(0, 1), so that weights of 1 make the factors equal; False = plain sums.
+    factors: the metrics. sizes: of the parts; one may be None and takes the remainder. None = equal shares, with the
+    remainder in the first. weights: initial values of w, 1 each by default. learn: w is learned per head and kept
+    positive by softplus. gates: initial values of g >= 0, also learned; None = no gates. A gate of zero switches its
+    factor off exactly, and still gets the gradient that would open it. normalise: divide each distance by its typical
+    value for vectors of N(0, 1), so that weights of 1 balance the factors; False = plain sums.
 
-    adaptive: the first numbers of a query, one a factor, are logits of its own weights: w_hi is multiplied by
-    softmax(logits)_i times their number. Those of a key are not read; ``sizes`` are of what follows.
+    adaptive: the first numbers of a query, one per factor, are logits of its own weights: w_hi is multiplied by
+    softmax(logits)_i times the number of factors. Those of a key are not read. ``sizes`` then cover the rest.
 
-    ``pair`` takes queries with their weights in front, (…, T, factors + D), as ``query`` makes them; weights may so
-    differ from query to query. Plain points (…, T, D) get the declared weights.
+    ``pair`` takes queries with their weights in front, (…, T, factors + D), as ``query`` makes them, so that weights
+    can differ between queries. Plain points (…, T, D) get the declared weights.
 
-    Raises: ArgumentError for sizes that are not those of the vectors, or numbers that are no weights.
+    Raises: ArgumentError for sizes that do not fit the vectors, or weights out of range. Source: REWA (004).
     """
 
     factors: tuple[Metric, ...] = (Euclidean(), Sphere(), Hyperbolic(scale=None))
@@ -82,8 +82,8 @@ class Product(Metric):
                 good = len(values) == len(self.factors) and all(v > 0 or (v == 0 and name == "gates") for v in values)
                 require(
                     good,
-                    f"Product: {len(self.factors)} {name} {least} are required, one a factor, received {values}. "
-                    "What is to be 0 is a gate.",
+                    f"Product: {len(self.factors)} {name} {least} are required, one per factor, received {values}. "
+                    "To switch a factor off, use a gate of 0.",
                 )
         if self.sizes is not None:
             require(
@@ -201,10 +201,11 @@ class Product(Metric):
         return tuple(found)
 
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
-        """weights: w g of each factor by head, in units of its typical distance, without what single queries make of it
-        (adaptive). curvature, where
-        all factors have one: sum_i w_i g_i curvature_i / sum_i w_i g_i, 1 a sphere and -1 hyperbolic; 0 while all gates
-        are shut.
+        """Learned values as plain numbers, per head.
+
+        weights: w g of each factor in units of its typical distance, without the adaptive part. curvature: if all
+        factors have one, sum_i w_i g_i curvature_i / sum_i w_i g_i, with 1 for a sphere and -1 for hyperbolic space; 0
+        while all gates are shut.
         """
         weights = self.head_weights(params, torch.empty(0, dtype=torch.float64))
         found: dict[str, Any] = {"weights": dict(zip(self.names, weights.T.tolist(), strict=True))}
@@ -265,9 +266,7 @@ class Product(Metric):
         return dim - len(self.factors) if self.adaptive else dim
 
     def cut(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
-        """The weights (…, T or 1, factors), with the typical distance divided out, and each factor with its parts of q
-        and k.
-        """
+        """The weights (…, T or 1, factors) over typical distances, and each factor with its parts of q and k."""
         sizes = self.parts(k.shape[-1])
         weights, q = self.parted(q, k.shape[-1])
         return weights, list(zip(self.factors, q.split(sizes, -1), k.split(sizes, -1), strict=True))

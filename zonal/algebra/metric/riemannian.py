@@ -11,31 +11,32 @@ from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.metric.base import Metric
 from zonal.algebra.metric.euclidean import squares, squares_vjp
 
-# slopes nearer than this: a quotient of differences has fewer digits there than the trapezium with its correction,
-# which is off by their fourth power
+# slopes nearer than this use the corrected trapezium rule, whose error is their fourth power; a difference quotient
+# has fewer digits there
 _NEAR = 1e-2
 
 
 @dataclass(frozen=True)
-class Riemannian(Metric):
-    """d(a, b) = sqrt(E(a, b) + eps^2) - eps, with E the energy of the straight way from a to b under the metric tensor
-    g = L L^T + floor I:
+    """d(a, b) = sqrt(E(a, b) + eps^2) - eps, E the energy of the straight line from a to b under a metric tensor g.
 
-    E = int_0^1 D^T g(a + s D) D ds,   D = b - a,   L(x) = [u_1 sqrt(sigma(z_1(x))) … u_n sqrt(sigma(z_n(x)))],   z_j(x)
-      = w_j . x + c_j = floor |D|^2 + sum_j (u_j . D)^2 (softplus(z_j(b)) - softplus(z_j(a))) / (z_j(b) - z_j(a))
 
-    with units w_j, c_j, u_j learned a key head. The integral is exact: no steps are taken. Where w = 0 it is
-    Mahalanobis' distance for the constant g; everywhere sqrt(floor) |D| <= d, but for eps. The energy of the straight
-    way bounds the square of the geodesic distance from above; d is symmetric and 0 at coincident points alone, and
-    promises no triangle inequality.
+    g = L L^T + floor I with L(x) = [u_1 sqrt(sigma(z_1(x))) … u_n sqrt(sigma(z_n(x)))] and z_j(x) = w_j . x + c_j:
 
-    units: n. floor: > 0, what keeps g positive definite. eps: keeps the gradient finite and zero at coincident points.
-    size: D, which a layer fills in with ``heads``; without it units stay as ``seed`` draws them. seed: of the units;
-    None = each layer draws its own as it draws its weights, and without a layer it is 0. A pair costs a dozen
-    operations a unit, in float64: for short sequences.
+    E = int_0^1 D^T g(a + s D) D ds,   D = b - a,
+      = floor |D|^2 + sum_j (u_j . D)^2 (softplus(z_j(b)) - softplus(z_j(a))) / (z_j(b) - z_j(a))
 
-    ``pair`` takes points as ``query`` and ``key`` prepare them, (x, z(x), u . x). Raises: ArgumentError for numbers out
-    of range, or points of another size.
+    The units w_j, c_j, u_j are learned per key head. The integral is exact. Where w = 0, d is Mahalanobis' distance for
+    the constant g; sqrt(floor) |D| <= d everywhere, up to eps. The energy of the straight line is an upper bound of the
+    squared geodesic distance. d is symmetric, and 0 only at coincident points; the triangle inequality may fail.
+
+    units: n. floor: > 0, keeps g positive definite. eps: keeps the gradient finite and zero at coincident points. size:
+    D, filled in by a layer together with ``heads``; without it, units keep the values that ``seed`` draws. seed: of the
+    units; None = each layer draws its own, and without a layer it is 0. Cost: a dozen float64 operations per pair and
+    unit, so use short sequences.
+
+    ``pair`` takes points as ``query`` and ``key`` prepare them, (x, z(x), u . x).
+
+    Raises: ArgumentError for numbers out of range, or points of another size. Source: REWA (004).
     """
 
     kv_rows: ClassVar[tuple[str, ...]] = ("unit", "direction")
@@ -83,8 +84,9 @@ class Riemannian(Metric):
         return {} if self.size is None or self.seed is not None else self._start(self.size, seed)
 
     def _start(self, dim: int, seed: int | None) -> dict[str, Tensor]:
-        """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the
-        mean for points from N(0, 1).
+        """Initial units w and c (heads, n, dim + 1), and directions u (heads, n, dim).
+
+        For points of N(0, 1), z has unit variance and the mean of g is I.
         """
         generator = torch.Generator().manual_seed(seed or 0)
         unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator, dtype=torch.float32).unbind(
@@ -166,8 +168,8 @@ class _Points(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """One unit on the ways from all a to all b: how far z goes, sigmoid and its slope at either end, where z hardly
-    moves, and z's way without a zero.
+    """One unit on the lines from all a to all b: the change of z, with and without zeros; sigmoid and its slope at both
+    ends; and where z hardly changes.
     """
 
     gap: Tensor

@@ -11,19 +11,19 @@ from zonal.algebra.metric.base import Metric
 
 @dataclass(frozen=True)
 class Topological(Metric):
-    """d(a, b) = sqrt(W_2(A, B)^2 + eps^2) - eps for the diagrams A = {(0, |a_i|)}, B = {(0, |b_j|)}: a point's numbers
-    are deaths, all births are 0.
+    """d(a, b) = sqrt(W_2(A, B)^2 + eps^2) - eps for persistence diagrams A = {(0, |a_i|)}, B = {(0, |b_j|)}.
 
-    W_2^2 = min over matchings of sum over matched (i, j) of (|a_i| - |b_j|)^2 + sum over those left over of |a_i|^2 / 2
-    and |b_j|^2 / 2,
+    The numbers of a point are death times, and all births are 0.
 
-    what is left over going to the diagonal. A death of 0 lies on it: fewer deaths than numbers are zeros. Matched
-    deaths are in order, for the square is convex, so that the best matching is a path through a table of n^2 cells,
-    three sums and two minima each. Deaths within a factor of 2 + sqrt(3) of one another are worth matching, no others.
+    W_2^2 = min over matchings of sum over matched (i, j) of (|a_i| - |b_j|)^2 + sum over unmatched of |a_i|^2 / 2 and
+    |b_j|^2 / 2,
 
-    A metric of diagrams: points with the same deaths in another order are at distance 0. Its gradient is that of the
-    best matching, which jumps where another becomes best. The deaths of a token's neighbourhood are made by layers
-    (``zonal.nn.deaths``).
+    where unmatched points go to the diagonal. A death of 0 lies on the diagonal, so zeros pad smaller diagrams. Matched
+    deaths are in order because the square is convex. The best matching is thus a path through a table of n^2 cells,
+    with three sums and two minima each. Only deaths within a factor of 2 + sqrt(3) of each other are matched.
+
+    Points with the same deaths in another order have distance 0. The gradient is that of the best matching, and jumps
+    where another matching becomes best. Layers compute the deaths of a token's neighbourhood (``zonal.nn.deaths``).
     """
 
     eps: float = 1e-4

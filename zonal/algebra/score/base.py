@@ -25,9 +25,7 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
 
 
 def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
-    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for
-    a vector of zeros, and so is its gradient.
-    """
+    """x / |x| along the last axis, also where |x|^2 overflows or underflows; 0 with gradient 0 for a zero vector."""
     if x.shape[-1] == 0:  # which has no largest number
         return x
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
@@ -36,9 +34,9 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
 
 
 class Fused(NamedTuple):
-    """A bilinear score as the tile kernels take it: scale_h f(q) . f(k), f the identity or x / max(|x|, eps).
+    """A bilinear score for the tile kernels: scale_h f(q) . f(k), with f the identity or x / max(|x|, eps).
 
-    scale (H,) or a number.
+    scale: (H,) or a number.
     """
 
     normalise: bool
@@ -47,11 +45,9 @@ class Fused(NamedTuple):
 
 
 class Clipped(NamedTuple):
-    """A dot product of raw vectors but for the length of keys: scale (f q) .
+    """A dot product of raw vectors with keys of limited length: scale (f q) . z, z = f k shortened to ``limit``.
 
-    z, with z = f k shortened to the length ``limit`` (None: as it is).
-
-    factor: f (Hkv,), None = 1.
+    limit: None = no limit. factor: f (Hkv,), None = 1.
     """
 
     scale: float
@@ -63,8 +59,8 @@ def low_rank(meet: str) -> Move:
     """The move of scores that are dot products of prepared vectors. meet: through what queries and keys do."""
     dot = Derived(
         "low rank",
-        "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and "
-        "Young)",
+        "hence the score is a dot product: the best scores of a rank are dot products of vectors of that size (Eckart "
+        "and Young)",
     )
     return Move("approximation", "score", "low rank", f"queries and keys meet only through {meet}", (dot,))
 
@@ -104,29 +100,24 @@ class Score(Declaration, abstract=True):
         """Raise ArgumentError when values of ``dim`` numbers cannot be carried."""
 
     def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
-        """Values v (B, H, T, P) where all tokens' can be summed, by keys x (B, H, T, D) as they came; ``back``: sums
-        where the queries x have theirs.
+        """Values v (B, H, T, P) in a frame where those of all tokens can be summed, by raw keys x (B, H, T, D).
+
+        back: from that frame to the one of the raw queries x.
         """
         raise NotImplementedError(f"{type(self).__name__}.carried")
 
     @property
     def deaths(self) -> int:
-        """How many numbers a layer puts behind each query and key: the deaths in the cloud of the token and so many
-        earlier neighbours.
-        """
+        """The number of death times that a layer appends to each query and key, from a token's earlier neighbours."""
         return 0
 
     @property
     def plain(self) -> bool:
-        """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are
-        made of.
-        """
+        """Whether the kernel among keys is z.z of the prepared keys, so that sums such as G = sum z z^T define it."""
         return False
 
     def indefinite_reason(self) -> str | None:
-        """Why scores among keys may not be inner products, or minus distances of negative type, for people; None when
-        they are.
-        """
+        """Why scores among keys may be neither inner products nor negated distances of negative type, or None."""
         return None if self.bilinear else f"score {type(self).__name__} among keys need not be symmetric"
 
     def width(self, dim: int) -> int:
@@ -149,9 +140,7 @@ class Score(Declaration, abstract=True):
         return {}
 
     def chosen(self, k: Tensor) -> dict[str, Tensor]:
-        """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take
-        nothing.
-        """
+        """What the score takes from keys k (B, Hkv, S, D), by names in ``initial`` and ``fixed``; usually nothing."""
         return {}
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
@@ -161,35 +150,34 @@ class Score(Declaration, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.prepare_key")
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
-        """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared
-        first.
-        """
+        """The score in the form that tile kernels compute from raw queries and keys; None = prepare them first."""
         return None
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
-        """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then
-        prepared first.
-        """
+        """The score in the form that the ridge kernel computes from raw queries and keys; None = prepare them first."""
         return None
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:
-        """The distances whose sum it is, each times its weight, on prepared keys of ``dim`` numbers, for the distance
-        kernel; None: it is no such sum.
+        """The distances whose weighted sum is the score, on prepared keys of ``dim`` numbers, or None.
+
+        For the distance kernel.
         """
         return None
 
     def weighed(
         self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool
     ) -> tuple[Tensor, Tensor]:
-        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared; an axis
-        along which weights are alike has length 1.
+        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared.
+
+        An axis along which all weights are equal has length 1.
         """
         raise NotImplementedError(f"{type(self).__name__}.weighed")
 
     @property
     def dot_reduction(self) -> DotReduction | None:
-        """How a score that is not ``bilinear`` follows from the dot product of ``reduced`` vectors, for the kernels;
-        None: torch runs it.
+        """How a score that is not ``bilinear`` follows from dot products of ``reduced`` vectors, for the kernels.
+
+        None: torch computes it.
         """
         return None
 
@@ -216,19 +204,21 @@ class Score(Declaration, abstract=True):
 
 _MAPS = ("none", "elu1", "relu", "silu")
 _HEADROOM = 5.0
-"""A layer shortens only keys that are this many times longer than ``key_limit``, the length that its keys start with.
-"""
+"""In a layer, key_limit is this many times the initial length of keys."""
 
 
 @dataclass(frozen=True)
 class Dot(Score):
     """S_ts = scale * phi(q_t) . phi(k_s), scale = D^-1/2 unless given.
 
-    map: ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` or ``silu``, applied to both sides.
-    key_limit: keys longer than this are shortened to it (needed for a ridge whose size means something).
-    factor: the start of what queries and keys are multiplied by before keys are shortened, learned per key head. None =
-    nothing in a call; a layer with a key_limit makes its own, with which its keys start at that length, and takes five
-    times as much for its limit: they can then become longer or shorter by learning.
+    map: phi, one of ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` and ``silu``, for queries and
+    keys.
+    key_limit: longer keys are shortened to this length (needed for a ridge of a meaningful size).
+    factor: initial value of a factor of queries and keys, learned per key head and applied before keys are shortened.
+    None = no factor in a call. A layer with a key_limit chooses its factor so that keys start at that length, and then
+    uses five times the limit, so that learning can make them longer or shorter.
+
+    Raises: ArgumentError for an unknown map, and numbers out of range.
     """
 
     bilinear: ClassVar[bool] = True
@@ -388,13 +378,14 @@ class Cosine(Score):
 
 @dataclass(frozen=True)
 class NegativeDistance(Score):
-    """S_ts = -d(q_t, k_s) / temperature [+ dot q_t . k_s] for a metric d, which may learn.
+    """S_ts = -d(q_t, k_s) / temperature [+ dot q_t . k_s] for a metric d, which may be learned.
 
-    dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior
-    exp(dot |k|^2 / 2) and a constant a row, and runs as what it is. shared_witness: a layer makes queries with the
-    keys' map (a call takes q and k as they come).
-    neighbours: a layer puts so many deaths behind queries and keys (``nn.deaths``), for a metric that ends in
-    ``Topological``; a call takes them given.
+    dot: factor of an added dot product, None = no such term. shared_witness: a layer makes queries with the projection
+    of keys (a call takes q and k as they are).
+    neighbours: number of death times that a layer appends to queries and keys (``nn.deaths``), for a metric that ends
+    in ``Topological``; a call expects them in q and k.
+
+    Raises: ArgumentError for a temperature out of range.
     """
 
     kv_rows: ClassVar[tuple[str, ...]] = Riemannian.kv_rows

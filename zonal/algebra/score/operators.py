@@ -25,26 +25,27 @@ def _orthogonal(seed: int | None, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OperatorPath(Score):
-    """S_ts = -|A_t - B_s|^2 / temperature for m x m matrices A, B, in the Hilbert-Schmidt norm; or, along learned
-    relations R_1 … R_n (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
+    """S_ts = -|A_t - B_s|^2 / temperature for m x m matrices A, B in the Hilbert-Schmidt norm, or a path of relations.
 
-    With the link exp and rows of sum one both are softmax attention. The distance is 2 <A, B> less |B|^2, which is a
-    key bias, less |A|^2, which is the same for all keys. The path is <q', k> for q' = A R_1 … R_n, a linear map of the
-    query, which a layer's projection can hold.
+    Along learned relations R_1 … R_n (m x m, initially orthogonal), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
 
-    With ``choices`` c each query chooses its path, S_ts = <A_t R_1(A_t) … R_n(A_t), B_s> / (m temperature), where
-    R_i(A) = p_i0 I + sum_j p_ij R_j and p_i = softmax_j <G_ij, A>. The c relations R_j are the same at every step, and
-    I lets a path be shorter than n. No linear map of the query does this. All forms run as dot products of prepared
-    vectors.
+    With the link exp and rows of sum one, both are softmax attention. The distance is 2 <A, B> minus |B|^2, which is a
+    key bias, minus |A|^2, which is constant per row. The path is <q', k> with q' = A R_1 … R_n, a linear map of the
+    query that a layer's projection can represent.
 
-    A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m
-    + 1), for A = U diag(s) V^T.
-    size: m, None = what D says. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m
-    for the distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: how many key heads have
-    relations R and gates G of their own; seed: of their start (``Features``). shared_witness: a layer makes queries
-    with the keys' map.
+    With ``choices`` c, each query chooses its path: S_ts = <A_t R_1(A_t) … R_n(A_t), B_s> / (m temperature), with
+    R_i(A) = p_i0 I + sum_j p_ij R_j and p_i = softmax_j <G_ij, A>. The c relations R_j are shared by all steps, and I
+    allows paths shorter than n. No linear map of the query can represent this. All forms run as dot products of
+    prepared vectors.
 
-    Raises: ArgumentError for vectors whose numbers make no such matrix.
+    A vector holds the matrix row by row, D = m^2. With ``rank`` r it holds the factors U (m x r), s (r), V (m x r) of A
+    = U diag(s) V^T, D = r (2m + 1).
+    size: m, None = from D. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m for the
+    distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: number of key heads with their own
+    relations R and gates G. seed: of their initial values (``Features``). shared_witness: a layer makes queries with
+    the projection of keys.
+
+    Raises: ArgumentError for vectors whose size fits no such matrix. Source: REWA (004).
     """
 
     bilinear: ClassVar[bool] = True
@@ -113,8 +114,9 @@ class OperatorPath(Score):
         return self._start(self.size, seed) if self.relations and self.size is not None and self.seed is None else {}
 
     def _start(self, size: int, seed: int | None) -> Params:
-        """Relations (heads, n or c, m, m), and gates (heads, n, c + 1, m, m) whose logits have a spread of 1 for
-        queries from N(0, 1).
+        """Relations (heads, n or c, m, m) and gates (heads, n, c + 1, m, m).
+
+        Logits of the gates have unit standard deviation for queries of N(0, 1).
         """
         relation = _orthogonal(seed, self.heads, self.choices or self.relations, size)
         if self.choices is None:
@@ -210,22 +212,21 @@ class OperatorPath(Score):
 
 @dataclass(frozen=True)
 class Categorical(Score):
-    """S_ts = tr(R^T A_ts) / temperature for the morphism A_ts = g_t^-1 g_s between two tokens, g_x an orthogonal frame
-    at each token.
+    """S_ts = tr(R^T A_ts) / temperature for the morphism A_ts = g_t^-1 g_s between tokens' orthogonal frames g.
 
-    Tokens are objects and A_ts the one morphism between two: A_tt = I, A_ts A_su = A_tu and A_st = A_ts^-1 hold
-    whatever is learned, provided that one map makes queries and keys, which a layer of this score does. g_x = (I - X)(I
-    + X)^-1 for the skew-symmetric X whose entries above the diagonal, row by row, are the numbers of the vector over
-    sqrt(m), and 0 after its last: condition 1, no reflections, no half turns.
+    Tokens are objects with exactly one morphism A_ts between two of them. A_tt = I, A_ts A_su = A_tu and A_st = A_ts^-1
+    hold for any parameters if one projection makes queries and keys, as a layer of this score does. g_x = (I - X)(I +
+    X)^-1 for the skew-symmetric X whose entries above the diagonal, row by row, are the numbers of the vector over
+    sqrt(m), padded with 0. This map has condition number 1, and gives no reflections and no half turns.
 
     tr(R^T g_t^T g_s) = <g_t R, g_s> is a dot product of m^2 entries, and runs as one.
 
-    size: m; None = the least with m (m - 1) / 2 >= D. relation: R is learned, m x m a key head, orthogonal at the
-    start; else it is I, and evidence is nearness, m - |A_ts - I|^2 / 2. transport: a layer carries values from token to
-    token, y_t = sum_s W_ts A_ts v_s, each m numbers of v by the same morphism (a call takes values as they come).
-    heads: how many key heads have a relation; seed: of its start (``Features``).
+    size: m; None = the smallest with m (m - 1) / 2 >= D. relation: learn R, m x m per key head, initially orthogonal.
+    Without it R = I, and the score is m - |A_ts - I|^2 / 2, a nearness. transport: a layer carries values between
+    tokens, y_t = sum_s W_ts A_ts v_s, in groups of m numbers of v (a call takes values as they are). heads: number of
+    key heads with their own relation. seed: of its initial value (``Features``).
 
-    Raises: ArgumentError for vectors of more numbers than X has.
+    Raises: ArgumentError for vectors with more numbers than X has. Source: REWA (004).
     """
 
     bilinear: ClassVar[bool] = True
@@ -306,8 +307,9 @@ class Categorical(Score):
         )
 
     def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
-        """Values v (B, H, T, P) into the common frame by those of x (B, H, T, D), g v for each m numbers; ``back``: out
-        of it, g^-1 v.
+        """Values v (B, H, T, P) in the common frame, g v for each m numbers, with frames g of x (B, H, T, D).
+
+        back: out of the common frame, g^-1 v.
         """
         self.sized(x.shape[-1], 1).check_values(v.shape[-1])
         frame = self.frames(x)
