@@ -186,9 +186,9 @@ class SumAnchor(Anchor, abstract=True):
 class Row(SumAnchor):
     """W = K / sum over visible keys of K.
 
-    Empty rows, and rows whose kernel is zero everywhere, give 0. allow_signed: accept a kernel with negative values, which is an error otherwise.
-    The sum of a row may then be close to zero and its output very large. A negative sum flips the signs of the row, and
-    a sum of exactly zero gives 0. There is no warning.
+    Empty rows, and rows whose kernel is zero everywhere, give 0. allow_signed: accept a kernel with negative values,
+    which is an error otherwise. The sum of a row may then be close to zero and its output very large. A negative sum
+    flips the signs of the row, and a sum of exactly zero gives 0. There is no warning.
     """
 
     normalises: ClassVar[bool] = True

@@ -17,8 +17,8 @@ _NEAR = 1e-2
 
 
 @dataclass(frozen=True)
+class Riemannian(Metric):
     """d(a, b) = sqrt(E(a, b) + eps^2) - eps, E the energy of the straight line from a to b under a metric tensor g.
-
 
     g = L L^T + floor I with L(x) = [u_1 sqrt(sigma(z_1(x))) … u_n sqrt(sigma(z_n(x)))] and z_j(x) = w_j . x + c_j:
 
