@@ -1,1 +1,1 @@
-"""Fast bodies under the paths: C++ for the CPU, Triton for CUDA. Whoever has neither runs the torch paths, which are always there."""
+"""Compiled kernels under the paths: C++ for the CPU, Triton for CUDA. Without them the torch paths run instead."""

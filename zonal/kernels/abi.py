@@ -1,4 +1,4 @@
-"""Structs of the C++ kernels, filled in by Python. Their members are read from the C++ sources, so each is declared once."""
+"""Structs of the C++ kernels, filled in by Python. Members are read from the C++ sources: each is declared once."""
 
 import ctypes
 import re
@@ -24,7 +24,7 @@ _POINTERS = {
 
 
 class Member(NamedTuple):
-    """A number or a pointer of a struct. code: as the module ``struct`` names its type. dtypes: what a pointer may point to, () for void."""
+    """A number or a pointer of a struct. code: its type, for ``struct``. dtypes: of a pointer, () for void."""
 
     name: str
     code: str
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 
 
 class Struct:
-    """A struct of a kernel. Nested structs and arrays lie flat: "qs.batch" is a member of the struct qs, "heads.0" of an array.
+    """A struct of a kernel, flattened: "qs.batch" is a member of the nested struct qs, "heads.0" of an array.
 
     Raises: ValueError for a declaration that is not understood.
     """
@@ -108,8 +108,11 @@ class Arguments:
         last: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Let a member point to a tensor, once ``address`` has checked it. last: only the last axis has to be contiguous, as with ``strides``, the
-        member for the strides of the other three. dtype: of what a ``void`` pointer points to."""
+        """Let a member point to a tensor, checked by ``address``.
+
+        last: only the last axis must be contiguous. ``strides`` names the member for the strides of the other three.
+        dtype: the element type behind a ``void`` pointer.
+        """
         if x is None:
             self.numbers[name] = 0
             return
@@ -128,7 +131,10 @@ class Arguments:
         self.numbers[name] = ctypes.addressof(buffer)
 
     def run(self, function: object, name: str = "attention") -> int:
-        """Call a kernel. Returns its code. Raises: MemoryError when it could not allocate its buffers. name: of the call, for the message."""
+        """Call a kernel and return its code. name: of the call, for messages.
+
+        Raises: MemoryError when the kernel could not allocate its buffers.
+        """
         code = function(self.packed())  # type: ignore[operator]
         if code == 1:
             raise MemoryError(f"{name}: the CPU kernel could not allocate its buffers.")
@@ -140,7 +146,7 @@ class Arguments:
 
 
 def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False) -> int:
-    """Where a buffer lies, once it is what the kernel takes it for: a kernel that is told otherwise writes past its end. 0 for None.
+    """The address of a buffer, 0 for None, after a check of its shape and type: a wrong buffer would be overrun.
 
     strided: only the last axis has to be contiguous.
 
@@ -178,7 +184,7 @@ def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype`` with a last axis of stride 1, as the kernels read it. What is expanded stays so along the other axes."""
+    """x in ``dtype`` with a last axis of stride 1, as the kernels read it. Other axes stay expanded if they were."""
     x = x.to(dtype)
     if x.shape[-1] <= 1 or x.stride(-1) == 1:
         return x

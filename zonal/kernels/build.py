@@ -1,4 +1,7 @@
-"""How the CPU kernel of a link is compiled: sources, flags, compiler, and the record beside a library. It needs no torch: wheels are made with it."""
+"""How the CPU kernels of a link are compiled: sources, flags, compiler, and the record beside each library.
+
+It does not import torch, as wheels are built with it.
+"""
 
 import functools
 import hashlib
@@ -38,7 +41,7 @@ _WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BEYOND = {"tile_bf16": (*_WIDE, "-mavx512bf16"), "distance_wide": _WIDE}
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
-# the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
+# The links that a source is compiled for, if not for all. A source that does not use links is compiled for one of them.
 _LINKS = {
     "sums": _POLYNOMIALS,
     "decode": ("identity",),
@@ -73,7 +76,7 @@ def is_x86() -> bool:
 
 
 def flags(source: str, avx2: bool) -> tuple[str, ...]:
-    """Compiler flags of a source. Vectors of 256 bits are as fast as 512 here, and -march=native is slower (measured)."""
+    """Compiler flags of a source. Measured: 256-bit vectors are as fast as 512-bit ones, -march=native is slower."""
     common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
     if avx2:
         common += ("-march=x86-64-v3", *_BEYOND.get(source, ()))

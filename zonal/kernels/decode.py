@@ -1,4 +1,4 @@
-"""The kernel for few tokens after a memory of sums (decode.cpp), in float32 or bfloat16 on the CPU; any strides but the last."""
+"""The kernel for a few tokens after a memory of sums (decode.cpp): float32 or bfloat16, CPU, contiguous last axis."""
 
 import math
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ _OFF = 2
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """The rules of a decoder: y_t = factor_t sum_s l(S_ts) v_s over the tokens of a memory and those up to t, itself only with include_self.
+    """The rules of a decoder: y_t = factor_t sum_s l(S_ts) v_s, over the tokens of a memory and those up to t.
 
-    shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S that l is made of. anchor, normalise, eps: as in ``TileSpec``.
+    Token t itself is included with include_self only.
+
+    shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S in l. anchor, normalise, eps: as in ``TileSpec``.
     positive: whether l >= 0 everywhere; a row with a negative sum is then NaN.
     """
 
@@ -40,7 +42,7 @@ class DecodeSpec:
 class Decoder:
     """The kernel with the rules and numbers that stay from token to token. It may be used by several threads.
 
-    scale (H,): of S_ts = scale_h f(q_t) . f(k_s). weights (H or 1, features): the link's coefficient of each feature's power.
+    scale (H,): of S_ts = scale_h f(q_t) . f(k_s). weights (H or 1, features): the link's coefficient per feature.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -78,18 +80,20 @@ class Decoder:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """y (B, H, T, P) in the type of q, and the state after the tokens, in a new place or ``into`` another. None where the environment
-        says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
+        """y (B, H, T, P) in the type of q, and the state after the tokens, in a new tensor or ``into`` another.
+
+        None when the environment says ZONAL_KERNELS=off. The kernel reads the variable itself, ten times faster than
+        ``os.environ``.
 
         q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
-        or one more with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding included.
-        into: like the state, and may be the state itself.
+        or P + 1 with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding
+        included. into: like the state, and may be the state itself.
         """
         qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
         if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
-        # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
+        # Allocated first, in the memory of the state before the last. A small y there would move states to new pages.
         after = torch.empty_like(state) if into is None else into
         # like another tensor is made in half the time, which is a good part of a short step
         y = (

@@ -25,10 +25,10 @@ _TERM, _DISTANCE = abi.Struct("distance.hpp", "Term"), abi.Struct("distance.hpp"
 
 @dataclass(frozen=True)
 class DistanceSpec:
-    """One call's rules: y_t = factor_t sum_s K_ts v_s, log K_ts = x_ts = sum_f w_tf d_f(q_t, k_s), d_f as ``terms`` say.
+    """The rules of a call: y_t = factor_t sum_s K_ts v_s, log K_ts = x_ts = sum_f w_tf d_f(q_t, k_s), d_f by ``terms``.
 
-    waves: n > 0 makes log K = sum_k a_k e^(-b_k d) cos(c_k d) of d = max(-x, 0) instead, with coefficients (a, b, c) a head. rules: link exp,
-    anchor and who sees whom, as in ``TileSpec``; neither norms nor scale.
+    waves: n > 0 makes log K = sum_k a_k e^(-b_k d) cos(c_k d) of d = max(-x, 0) instead, with coefficients (a, b, c)
+    per head. rules: link exp, anchor and visibility, as in ``TileSpec``; no norms and no scale.
     """
 
     rules: TileSpec
@@ -37,7 +37,10 @@ class DistanceSpec:
 
 
 class DistanceInputs(NamedTuple):
-    """Points q (B, H, T, D), k (B, Hkv, S, D), and v (B, Hkv, S, P); weights (B, H, T, terms); coefficients (H, 3 waves); masks as in ``TileInputs``."""
+    """Points q (B, H, T, D) and k (B, Hkv, S, D); v (B, Hkv, S, P); weights (B, H, T, terms).
+
+    coefficients: (H, 3 waves). Masks are as in ``TileInputs``.
+    """
 
     q: Tensor
     k: Tensor
@@ -70,7 +73,7 @@ def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, c
 
 
 def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
-    """(y (B, H, T, P), factor (B, H, T)), float32: with the row anchor factor is log sum_s K, as the tile kernels have it."""
+    """(y (B, H, T, P), factor (B, H, T)) in float32. With the row anchor factor is log sum_s K, as in tile kernels."""
     rows, value_dim = inputs.q.shape[:3], inputs.v.shape[3]
     y, factor = empty(*rows, value_dim), empty(*rows)
     call, library, _ = _arguments(inputs, spec)

@@ -20,9 +20,13 @@ _CONVOLUTION, _GATED = abi.Struct("mixer.cpp", "Convolution"), abi.Struct("mixer
 
 
 class ConvolutionInputs(NamedTuple):
-    """x (B, T, channels); tail (B, w - 1, channels), the tokens before the first; taps (channels, w), the token's own first; bias (channels,).
-    Which tokens it sees: order (B, T) int32, the tokens that are there in order and then the others, and present (B,) int32, how many they are; or
-    reach (T,) int32, how many earlier tokens the document of each has; or neither: all, one after the other."""
+    """x (B, T, channels); tail (B, w - 1, channels), the tokens before the first; taps (channels, w), the token's own
+    first; bias (channels,).
+
+    The tokens seen are given by order (B, T) int32, the indices of real tokens followed by the others, and present (B,)
+    int32, the number of real tokens; or by reach (T,) int32, how many earlier tokens belong to each one's document.
+    Without either, all tokens are seen in order.
+    """
 
     x: Tensor
     tail: Tensor | None
@@ -91,7 +95,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _convolve(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Results:
-    """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in three parts of its channels; zero where no token is."""
+    """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in three parts of its channels; zero on padding."""
     found, call = _empty_parts(inputs, spec), _convolution(inputs, spec)
     for i, shape in enumerate(_part_shapes(inputs.x, spec)):
         _point_at_rows(call, f"y.{i}", found[i], shape)
@@ -119,7 +123,7 @@ def _convolve_backward(
 
 
 class NormInputs(NamedTuple):
-    """y, v (B, T, heads, n); z (B, T, heads · n); skip D (heads,); gain g (heads · n,). v and skip come together or not at all."""
+    """y, v (B, T, heads, n); z (B, T, heads · n); skip D (heads,); gain g (heads · n,). v and skip come together."""
 
     y: Tensor
     v: Tensor | None
@@ -149,7 +153,7 @@ def _gated(inputs: NormInputs, spec: NormSpec) -> Arguments:
 
 
 def _norm(inputs: NormInputs, spec: NormSpec) -> Results:
-    """g ⊙ u / √(mean(u²) + ε) with u = (y + D v) ⊙ SiLU(z), the mean over each of ``groups`` parts of a row: (B, T, heads · n)."""
+    """g ⊙ u / √(mean(u²) + ε), (B, T, heads · n), u = (y + D v) ⊙ SiLU(z), means over ``groups`` parts of a row."""
     out, call = empty(*inputs.z.shape), _gated(inputs, spec)
     _point_at_rows(call, "out", out, out.shape)
     call.run(FAMILY.load().zonal_gated_forward, "nn")

@@ -1,9 +1,9 @@
-"""Compiled kernels of the CPU: whether one can be had, which library it is, and loading it. Written once for all families.
+"""Compiled kernels of the CPU: whether a kernel is available, which library it is, and loading it, for all families.
 
-A library is the one in the user's cache, the one that came with the package, or a new one. One in the cache is named after its source,
-compiler, flags and torch. One that came with the package is named after its source and flags alone: it has a C interface, uses nothing of
-torch's but the OpenMP runtime (loading checks that it is the same), and its flags say which processor it needs. Either is loaded only when
-its checksum is the one written down after it was compiled.
+A library is in the user's cache, came with the package, or is compiled now. The name of a cached library includes its
+source, compiler, flags and torch. The name of a shipped library includes its source and flags only: it has a C
+interface, uses nothing of torch but the OpenMP runtime (loading checks that it is the same), and its flags say which
+processor it needs. A library is loaded only when its checksum equals the one recorded after it was compiled.
 """
 
 import contextlib
@@ -34,9 +34,10 @@ Reason = str | None
 
 @dataclass(frozen=True)
 class Family:
-    """The kernels of one C++ source. code: the link that its only library is compiled for; None: every link has a library.
+    """The kernels of one C++ source. code: the link of its only library; None when every link has a library.
 
-    wide: there is a second source, ``<source>_wide``, for processors with AVX-512. cuda: Triton kernels do the same on CUDA.
+    wide: there is a second source, ``<source>_wide``, for processors with AVX-512. cuda: Triton kernels do the same on
+    CUDA.
     """
 
     source: str
@@ -67,8 +68,11 @@ class Family:
         cuda: Callable[[], Reason] = lambda: None,
         code: Formula | None = None,
     ) -> Reason:
-        """Why no kernel of this family runs a call, or None: the environment, the device, the type, what is ``special`` to the family and on CUDA,
-        triton or else the compiler or shipped library, and a build that failed before. Each is asked only when those before it do not refuse."""
+        """Why no kernel of this family runs a call, or None.
+
+        Checked in order, up to the first refusal: the environment, the device, the type, ``special`` of the family, on
+        CUDA triton and else the compiler or shipped library, and a build that failed before.
+        """
         reason = unfit(device, dtype, ("cpu", "meta", *(("cuda",) if self.cuda else ()))) or special()
         if reason is not None:
             return reason
@@ -117,7 +121,7 @@ def say_once() -> None:
 
 
 def missing(code: Formula, source: str) -> Reason:
-    """Why the library of a link on the CPU cannot be had, or None: it is compiled here, or came with the package. It is not loaded yet."""
+    """Why the CPU library of a link is unavailable, or None: it can be compiled, or was shipped. It is not loaded."""
     if compiler() is None and not carried(code, source):
         if not torch.compiler.is_compiling():
             say_once()
@@ -133,7 +137,7 @@ def missing(code: Formula, source: str) -> Reason:
 
 @torch.compiler.assume_constant_result
 def compiler() -> str | None:
-    """The C++ compiler: the one the environment variable CXX names, else g++, clang++ or c++; None when there is none."""
+    """The C++ compiler named by the environment variable CXX, else g++, clang++ or c++; None when there is none."""
     return recipe.find(os.environ.get("CXX") or None)
 
 
@@ -225,7 +229,7 @@ def failure(code: Formula, source: str = "tile") -> str | None:
 
 
 def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
-    """The library of a link, compiled first where it is not there yet. Raises: BuildError, the first time and from then on."""
+    """The library of a link, compiled if it is missing. Raises: BuildError, at the first failure and ever after."""
     if (code, source) in _failed:
         raise BuildError(_failed[code, source])
     try:

@@ -1,7 +1,7 @@
-"""A kernel as a torch operator: its schema, its shapes for tracing, its gradients and its rule for vmap are made from one declaration.
+"""A kernel as a torch operator. One declaration gives its schema, shapes for tracing, gradients and vmap rule.
 
-A family declares its tensors as a NamedTuple and its rules as a frozen dataclass (or NamedTuple) of plain values, the "spec". The rules travel
-as one string, so that a traced graph holds all it needs.
+A family declares its tensors as a NamedTuple, and its rules as a frozen dataclass (or NamedTuple) of plain values, the
+"spec". The rules are passed as one string, so that a traced graph holds all it needs.
 """
 
 import ast
@@ -30,8 +30,9 @@ Gradients = tuple[Tensor | None, ...]
 class Body:
     """A kernel on one kind of device.
 
-    forward(inputs, spec) returns the results. backward(grads, inputs, results, spec, asked) returns a gradient for each differentiable input
-    in order, or None where its name is not in ``asked``; grads are those of the differentiable results, None where one has none.
+    forward(inputs, spec) returns the results. backward(grads, inputs, results, spec, asked) returns a gradient per
+    differentiable input, in order; None when its name is not in ``asked``. grads: of the differentiable results, or
+    None.
     """
 
     forward: Callable[[Any, Any], Results]
@@ -39,7 +40,10 @@ class Body:
 
 
 def on_cuda(forward: str, backward: str) -> Body:
-    """The functions ``forward`` and ``backward`` of two modules of ``zonal.kernels.triton``, imported when they are first called: Triton may be missing."""
+    """The functions ``forward`` and ``backward`` of two modules of ``zonal.kernels.triton``.
+
+    The modules are imported at the first call, as Triton may be missing.
+    """
 
     def of(module: str, name: str) -> Callable[..., Any]:
         return lambda *given: getattr(importlib.import_module(f"zonal.kernels.triton.{module}"), name)(*given)
@@ -50,10 +54,11 @@ def on_cuda(forward: str, backward: str) -> Body:
 class Op:
     """The operators ``zonal::<name>`` and ``zonal::<name>_backward``.
 
-    inputs: the NamedTuple of tensors, each ``Tensor`` or ``Tensor | None``. spec: the class of the rules. results: how many there are, of which
-    those at the places ``fixed`` have no gradients. learned: the inputs that have gradients. shapes(inputs, spec): empty results, for tracing.
-    refusal: what a second derivative is told. mapped: letters of the inputs and of the results for ``transforms.rule``; without them the operator does
-    not run under torch.func. laid: by input, an empty gradient where that does not lie in one piece.
+    inputs: the NamedTuple of tensors, each ``Tensor`` or ``Tensor | None``. spec: the class of the rules.
+    results: their number; those at the places ``fixed`` have no gradients. learned: the inputs that have gradients.
+    shapes(inputs, spec): empty results, for tracing. refusal: the message about second derivatives.
+    mapped: letters of the inputs and of the results for ``transforms.rule``; without them torch.func is refused.
+    laid: per input, an empty gradient where that is not contiguous.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class Op:
         )
 
     def __call__(self, inputs: Any, spec: Any) -> Any:
-        """The results, through torch's operator where gradients, tracers or modes need it, else without its overhead."""
+        """The results, through torch's operator when gradients, tracers or modes need it, else without its overhead."""
         if _plain(inputs) and not recorded(inputs):
             return self.bodies["cpu"].forward(inputs, spec)
         operator = self._transformed if transforms.active() else self.operator
@@ -197,7 +202,7 @@ def recorded(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of the CPU and nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
+    """Whether these are CPU tensors without tracers or modes, so that a short call can skip torch's operators."""
     return _plain(tensors)
 
 

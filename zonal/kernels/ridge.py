@@ -25,8 +25,8 @@ _RIDGE = abi.Struct("ridge.hpp", "Ridge")
 
 
 class Before(NamedTuple):
-    """A memory before the first key, float64: gram (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r, r) and
-    last (B, Hkv, r)."""
+    """A memory before the first key, in float64: gram (B, Hkv, r, r), cross (B, Hkv, P, r); for powers above 0 also
+    shift (B, Hkv, r, r) and last (B, Hkv, r)."""
 
     gram: Tensor | None = None
     cross: Tensor | None = None
@@ -35,8 +35,11 @@ class Before(NamedTuple):
 
 
 class RidgeInputs(NamedTuple):
-    """q (B, H, T, r), k (B, Hkv, S, r), v (B, Hkv, S, P), scale (H,), rho (Hkv,), the ridge. gram to last: ``Before``. key_mask, lo, hi and
-    segment_start: as in ``SumsInputs``. edges: borders of packed documents (documents + 1,), None without packing."""
+    """q (B, H, T, r), k (B, Hkv, S, r), v (B, Hkv, S, P), scale (H,), and rho (Hkv,), the ridge.
+
+    gram to last: ``Before``. key_mask, lo, hi, segment_start: as in ``SumsInputs``. edges: borders of packed documents,
+    (documents + 1,), None without packing.
+    """
 
     q: Tensor
     k: Tensor
@@ -115,7 +118,7 @@ def _run(call: Arguments, function: object) -> None:
 
 
 def read(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> tuple[Tensor, Tensor]:
-    """(y (B, H, T, P) float32, bool (B, Hkv, documents): those that ran in float64, because float32 would have lost three digits).
+    """(y (B, H, T, P) float32, bool (B, Hkv, documents): which ran in float64, as float32 would lose three digits).
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """

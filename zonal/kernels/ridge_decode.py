@@ -22,8 +22,8 @@ _OFF = 2
 class Stepper:
     """The kernel with what stays from token to token. It may be used by several threads.
 
-    shape: (B, H, Hkv, r, P). moves: whether any power is past 0. scale (H,) float64 and powers (H,) int64 of the queries. limit: longer keys are
-    shortened to it (0: none). include_self: whether a query sees its own key.
+    shape: (B, H, Hkv, r, P). moves: whether any power is above 0. scale (H,) float64 and powers (H,) int64: of the
+    queries. limit: longer keys are shortened to it (0: none). include_self: whether a query sees its own key.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -68,12 +68,16 @@ class Stepper:
         padding: Tensor,
         after: tuple[Tensor | None, ...] | None,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """y (B, H, T, P) in the type of q, and the rows of the tokens (T, B, Hkv, 2 r + P), or None where they and the late ones went to ``after``. None where
-        the environment says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
+        """y (B, H, T, P) in the type of q, and the tokens' rows (T, B, Hkv, 2 r + P); None if they went to ``after``.
 
-        q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), all of one of ``DTYPES``, of at most 16 tokens. sums: where gram (B, Hkv, r, r),
-        cross (B, Hkv, P, r), inverse (B, Hkv, r, r), and for powers past 0 shift (B, Hkv, r, r), first and last (B, Hkv, r) lie, float64 and contiguous, else 0.
-        late: where fewer than ``LATE`` rows after them do. count: tokens of the sums, of which padding (B,) int64 are none.
+        None in place of both when the environment says ZONAL_KERNELS=off. The kernel reads the variable itself, ten
+        times faster than ``os.environ``.
+
+        q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), of one of ``DTYPES`` and of at most 16 tokens.
+        sums: addresses of gram (B, Hkv, r, r), cross (B, Hkv, P, r), inverse (B, Hkv, r, r), and for powers above 0 of
+        shift (B, Hkv, r, r), first and last (B, Hkv, r), float64 and contiguous, else 0.
+        late: addresses of the fewer than ``LATE`` rows that follow them.
+        count: tokens of the sums, of which padding (B,) int64 are not real.
         """
         batch, heads, kv_heads, dim, value_dim = self.shape
         tokens, qs, ks, vs = q.shape[2], q.stride(), k.stride(), v.stride()

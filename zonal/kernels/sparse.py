@@ -1,4 +1,4 @@
-"""The kernel for the largest of some candidates (sparse.cpp), and the hash tables that candidates come from, on the CPU."""
+"""The kernel for the largest among candidates (sparse.cpp), and the hash tables that give candidates, on the CPU."""
 
 import ctypes
 from typing import NamedTuple
@@ -20,9 +20,10 @@ _ROWS = 2048
 
 
 class Candidates(NamedTuple):
-    """The keys that each query meets: order[b, g, l, start[b, h, t, l] : stop[b, h, t, l]] of every table l, each key once.
+    """The keys of each query: order[b, g, l, start[b, h, t, l] : stop[b, h, t, l]] per table l. A key appears once.
 
-    order (B, Hkv, L, S), start, stop (B, H, T, L), walk (B, H, T): queries in an order in which neighbours meet the same keys; all int32.
+    order (B, Hkv, L, S); start, stop (B, H, T, L); walk (B, H, T): queries ordered so that neighbours compare the same
+    keys. All int32.
     """
 
     order: Tensor
@@ -32,10 +33,12 @@ class Candidates(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The distances that a score is minus the weighted sum of: their kinds, the sizes of their parts of a point, where they become smooth.
+    """The distances in a score, which is minus their weighted sum.
 
-    None at all: scores are dot products. Points are rows of D numbers, after which queries have weights, radii and sinh of radii, one a factor, and keys
-    radii and their sinh. Angles are between directions, whose radius is 1 where the direction is missing, else 0.
+    They have a kind, the size of their part of a point, and the distance below which they are smooth. None of them
+    means that scores are dot products. Points are rows of D numbers. Queries then have weights, radii and sinh of
+    radii, one per factor, and keys radii and their sinh. Angles are between directions; a missing direction has radius
+    1, else 0.
     """
 
     kinds: tuple[str, ...] = ()
@@ -44,10 +47,10 @@ class Factors(NamedTuple):
 
 
 class Function(NamedTuple):
-    """What all hash tables do to one part of a point: numbers x @ directions, or x itself, and the cells that they lie in.
+    """What all hash tables do with one part of a point: they take numbers, x @ directions or x, and find their cells.
 
-    x (B, H, tokens, d). directions (d, tables * n); None: x has one number, the same for all tables. offsets (tables * n,): floor(number / width + offset)
-    are n cells; None: n signs, together one cell.
+    x (B, H, tokens, d). directions (d, tables * n); None: x has one number, the same for all tables.
+    offsets (tables * n,): floor(number / width + offset) gives n cells; None: n signs form one cell.
     """
 
     x: Tensor
@@ -76,7 +79,7 @@ class SparseInputs(NamedTuple):
 
 
 def codes(functions: list[Function], tables: int) -> Tensor:
-    """The cells of float32 points put together, (B, H, 1 + tables, tokens) int32 below 2^16; the first table has one bucket.
+    """The combined cells of float32 points, (B, H, 1 + tables, tokens) int32 below 2^16. Table 0 has one bucket.
 
     Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
     """
@@ -111,8 +114,11 @@ def codes(functions: list[Function], tables: int) -> Tensor:
 def places(
     asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None
 ) -> Candidates:
-    """Candidates from codes in [0, 2^16) of queries (B, H, L, T) and keys (B, Hkv, L, S): those with the query's own code among the keys [lo, hi) that
-    it may see, at most ``reach`` (L,) of each table, the nearest to ``position``. lo, hi, position (T,); key_mask (B, S)."""
+    """Candidates from codes in [0, 2^16) of queries (B, H, L, T) and keys (B, Hkv, L, S).
+
+    They are the visible keys [lo, hi) with the query's own code, at most ``reach`` (L,) per table, the nearest
+    to ``position``. lo, hi, position (T,); key_mask (B, S).
+    """
     batch, heads, tables, queries = asked.shape
     kv_heads, keys = held.shape[1], held.shape[3]
     call = Arguments(_PLACES, {"B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "L": tables})
@@ -160,8 +166,8 @@ def _arguments(inputs: SparseInputs, spec: SparseSpec) -> Arguments:
 
 
 def forward(inputs: SparseInputs, spec: SparseSpec) -> Results:
-    """(y (B, H, T, P) in the type of v, the least score that each row keeps, the logarithm of the sum of its kernel, how many keys it met): rows
-    (B, H, T), float32, and int32."""
+    """(y (B, H, T, P) in the type of v; per row (B, H, T), in float32, the least kept score and the log of the sum
+    of its kernel; and in int32, how many keys it compared)."""
     rows, value_dim = inputs.q.shape[:3], inputs.v.shape[3]
     y, least, whole, met = empty(*rows, value_dim), empty(*rows), empty(*rows), empty(*rows, dtype=torch.int32)
     call = _arguments(inputs, spec)

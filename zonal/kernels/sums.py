@@ -1,4 +1,4 @@
-"""The kernels for sums over features, C++ (sums.cpp) and Triton: links that are polynomials of a dot product, in time linear in the tokens."""
+"""The kernels for sums over features, C++ (sums.cpp) and Triton: polynomial links, in time linear in the tokens."""
 
 import functools
 import itertools
@@ -27,8 +27,9 @@ _OF_MAP = ("left", "right", "run_end", "degree", "place", "low_left", "low_right
 class SumsSpec:
     """One call's rules: y_t = factor_t sum_s l(S_ts) v_s, S_ts = scale_h f(q_t) . f(k_s), as in ``TileSpec``.
 
-    degree, lowest: of the powers of S that l is made of, whose features are those of ``features.SymmetricPowers``. anchor, normalise, eps: as in ``TileSpec``.
-    keeps: the state after the last key is asked for. positive: l is never negative, so that a row's sum that nearly vanishes has cancelled.
+    degree, lowest: of the powers of S in l, whose features are those of ``features.SymmetricPowers``. anchor,
+    normalise, eps: as in ``TileSpec``. keeps: the state after the last key is wanted. positive: l is never negative, so
+    that a row whose sum nearly vanishes has cancelled.
     learned: how many of the coefficients may have gradients.
     """
 
@@ -44,7 +45,7 @@ class SumsSpec:
 
     @property
     def guards(self) -> bool:
-        """Whether rows whose terms cancel are looked for: features of degree 1 have the sign of what they are made of."""
+        """Whether to look for rows whose terms cancel. Features of degree 1 keep the sign of their input."""
         return self.positive and self.anchor == "row" and self.degree > 1
 
     def dimension(self, dim: int) -> int:
@@ -53,12 +54,14 @@ class SumsSpec:
 
 
 class SumsInputs(NamedTuple):
-    """q (B, H or 1, T, D), k (B, Hkv or 1, S, D): with one head all heads share it, and the scale has no gradient. v (B, Hkv, S, P). scale (H,),
-    coefficients (H, n) of the formula, monomials (H, degree + 1) of the powers.
+    """q (B, H or 1, T, D) and k (B, Hkv or 1, S, D). All heads share a single head, and the scale then has no gradient.
 
-    initial: the state before the first key (``state_shape``), before (B,): keys in it. log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; the
-    queries are then the last positions. key_bias: (B, Hkv, S). key_mask: bool (B, S). lo, hi: int64 (T,), the keys that each query may see before
-    the mask; None for ``summed``, which takes ``Places``. segment_start (T,): where each query's document begins, None = there is only one.
+    v (B, Hkv, S, P). scale (H,), coefficients (H, n) of the formula, monomials (H, degree + 1) of the powers.
+
+    initial: the state before the first key (``state_shape``). before (B,): the number of keys in it. log_decay: (B or
+    1, Hkv, S) <= 0, 0 on padding; queries are then the last positions. key_bias: (B, Hkv, S). key_mask: bool (B, S).
+    lo, hi: int64 (T,), the keys that each query may see before the mask; None for ``summed``, which takes ``Places``.
+    segment_start (T,): where each query's document begins, None = a single document.
     """
 
     q: Tensor
@@ -89,10 +92,11 @@ class SumsInputs(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """How the kernel makes the features of a map: each a product of two low ones, in an order in which the first of the two rises.
+    """How the kernel computes the features of a map. Each is a product of two low features, ordered by the first one.
 
-    low_left, low_right: rows of products among the low features (the first 1 + D rows are 1 and the vector). left, right, degree: of
-    each feature. run_end: where the run ends in which left stays and right rises by one. place: where it stands in the order of ``features.SymmetricPowers``. squares, roots: its weight there, squared and plain.
+    low_left, low_right: rows of products among the low features (the first 1 + D rows are 1 and the vector).
+    left, right, degree: of each feature. run_end: the end of the run in which left is constant and right rises by one.
+    place: the feature's index in ``features.SymmetricPowers``. squares, roots: its weight there, squared and plain.
     """
 
     low_left: Tensor
@@ -160,8 +164,9 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
 class Places(NamedTuple):
     """Who sees whom, as the kernel reads it: int32, contiguous.
 
-    index (B or 1, S): the keys that are there, in order, then the others; present (B or 1,): how many. lo, hi (B or 1, T): the places in
-    ``index`` that each query sees, hi >= lo. edges (documents + 1,): borders of documents among the queries.
+    index (B or 1, S): the real keys in order, then the others; present (B or 1,): how many are real.
+    lo, hi (B or 1, T): the places in ``index`` that each query sees, hi >= lo.
+    edges (documents + 1,): borders of documents among the queries.
     """
 
     index: Tensor
@@ -172,8 +177,10 @@ class Places(NamedTuple):
 
 
 def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int) -> Places:
-    """From lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S); segment_start (T,): where each query's document
-    begins, None = there is only one."""
+    """The visibility of a call. lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S).
+
+    segment_start (T,): where each query's document begins, None = a single document.
+    """
     hi = torch.maximum(lo, hi)
     if segment_start is None:
         edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32, device="cpu")
@@ -235,7 +242,7 @@ def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsS
 
 
 def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
-    """Parts of the values: with fewer heads than threads each head is shared out, at the price of features made more than once."""
+    """Parts of the values. With fewer heads than threads each head is split, which computes features more than once."""
     return max(1, min(torch.get_num_threads() // max(batch * kv_heads * segments, 1), value_dim // 8))
 
 
@@ -251,11 +258,14 @@ def _places_of(inputs: SumsInputs) -> Places:
 
 
 def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
-    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and which rows
-    were summed without the state, uint8 (B, H, T), empty unless ``spec.guards``.
+    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, which rows used no state (B, H, T)).
 
-    Of a positive link with the row anchor, a row whose sum over features has cancelled to less than 1/256 of what its terms may sum to is
-    summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
+    The first three are float32, the last uint8. The state is empty unless ``spec.keeps``, the last unless
+    ``spec.guards``.
+
+    With a positive link and the row anchor, a row whose sum over features cancelled to less than 1/256 of the possible
+    sum of its terms is summed through the link, key by key. With ``initial`` that is impossible: a row below 2^-16 of
+    it, a tenth or more of which may be rounding, is NaN.
     """
     batch, heads, kv_heads, queries, _, dim, value_dim = inputs.sizes
     rows, state = (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
@@ -274,8 +284,10 @@ def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
 def backward(
     grads: Gradients, inputs: SumsInputs, results: Results, spec: SumsSpec, asked: frozenset[str]
 ) -> Gradients:
-    """Gradients of q, k, v as they came, and where asked for of scale, coefficients and monomials in float64, of the state before the first key,
-    and of log_decay and key_bias in float64."""
+    """Gradients of q, k, v in their own types, and of the state before the first key.
+
+    In float64 and if asked for: those of scale, coefficients, monomials, log_decay and key_bias.
+    """
     (dy, dfinal), (y, factor, final, apart), seen = grads, results, _places_of(inputs)
     assert dy is not None
     batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
@@ -336,10 +348,10 @@ def backward(
 def decay_gradient(
     inputs: SumsInputs, counted: Tensor, rows: Tensor | None, dfinal: Tensor | None, final: Tensor
 ) -> Tensor:
-    """As ``log_decay``, float64: its gradient from ``counted`` (B, Hkv, S), that of the logarithm of what each key counts.
+    """The gradient of ``log_decay``, float64, from ``counted`` (B, Hkv, S), that of the log of each key's weight.
 
-    A row's weights scale with e^c_t, which changes nothing where it is divided by their sum (``rows`` is None there), and each key's with e^-c_s.
-    rows: (B, H, T) float64, dy . y of each row.
+    Weights of a row scale with e^c_t, those of a key with e^-c_s. Where a row is divided by its sum, e^c_t cancels, and
+    ``rows`` is None. Otherwise rows is dy . y per row, (B, H, T) float64.
     """
     (kv_heads, keys), queries = counted.shape[1:], inputs.q.shape[2]
     assert inputs.log_decay is not None
@@ -388,7 +400,7 @@ sums = Op(
     refusal="attention: path 'chunked' makes its features again in backward and has no second derivative. "
     "Use path='dense' where you need create_graph=True.",
 )
-"""``SumsSpec``'s equation as (y, factor, state after the last key, rows without the state) of ``summed``; y and the state have gradients."""
+"""``SumsSpec``'s equation. The results are those of ``summed``; y and the state have gradients."""
 
 __all__ = [
     "FAMILY",

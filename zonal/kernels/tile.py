@@ -1,7 +1,7 @@
-"""The tile kernels, C++ (tile.cpp, tile_bf16.cpp) and Triton: operators whose weights are a function of one dot product.
+"""The tile kernels, C++ (tile.cpp, tile_bf16.cpp) and Triton: operators whose weights are a function of a dot product.
 
-One kernel serves every operator whose weights are K_ts = l(S_ts) times a factor of the row, S_ts = scale_h f(q_t) . f(k_s) with
-f the identity or x / max(|x|, eps):
+One kernel serves every operator with weights K_ts = l(S_ts) times a factor per row, S_ts = scale_h f(q_t) . f(k_s),
+with f the identity or x / max(|x|, eps):
 
     y_t = factor_t sum_s l(S_ts) v_s,   factor_t = 1 / sum_s l(S_ts) (row), 1 / visible keys (count), 1 (raw).
 """
@@ -36,9 +36,10 @@ class TileSpec:
     """One call's rules. Query t stands at position t + S - T when causal, chunked or windowed, else at t.
 
     anchor: what the row is multiplied by. normalise: unit queries and keys, norms below ``eps`` counting as eps.
-    causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right: keys from
-    position - left to position + right (None = no window; right None = no limit there). Packed documents come as cu_seqlens.
-    inference: no gradient will be asked for, and what backward needs is not kept. learned: how many of the coefficients may have gradients.
+    causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right:
+    keys from position - left to position + right (None = no window; right None = no limit there). Packed documents come
+    as cu_seqlens. inference: no gradient will be asked for, and nothing is kept for backward. learned: how many of the
+    coefficients may have gradients.
     """
 
     link: Formula
@@ -55,8 +56,10 @@ class TileSpec:
 
 
 class TileInputs(NamedTuple):
-    """q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P); scale (H,), coefficients (H, n); key_mask: bool (B, S); cu_seqlens: borders of packed
-    documents, int64."""
+    """q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P); scale (H,), coefficients (H, n); key_mask: bool (B, S).
+
+    cu_seqlens: borders of packed documents, int64.
+    """
 
     q: Tensor
     k: Tensor
@@ -85,7 +88,7 @@ def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
 
 
 def point_at(call: Arguments, inputs: TileInputs, dtype: torch.dtype = torch.float32, prefix: str = "") -> None:
-    """Let a ``Call`` point to a call's tensors, q, k and v in ``dtype``. prefix: of its members, where it is part of a larger struct."""
+    """Let a ``Call`` point to a call's tensors, with q, k and v in ``dtype``. prefix: of members in a larger struct."""
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
     shapes = {
         "q": (batch, heads, queries, dim),
@@ -103,15 +106,17 @@ def point_at(call: Arguments, inputs: TileInputs, dtype: torch.dtype = torch.flo
 
 
 def parts_of(inputs: TileInputs) -> tuple[int, int]:
-    """(parts that the queries are split into, backward, at the price of sums of their own, where there are fewer heads than threads; places of
-    such sums)."""
+    """(number of parts that backward splits the queries into, number of buffers for their sums).
+
+    With fewer heads than threads queries are split, and each part needs sums of its own.
+    """
     (batch, _, queries, _), kv_heads, threads = inputs.q.shape, inputs.k.shape[1], torch.get_num_threads()
     split = max(1, min(-(-threads // max(batch * kv_heads, 1)), -(-queries // 64)))
     return split, threads if split == 1 else split * batch * kv_heads
 
 
 def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
-    """The kernel for bfloat16 products where it applies: all in bfloat16 with an even last axis, and the processor's instructions."""
+    """The kernel for bfloat16 products if it applies: bfloat16 tensors, even last axes, and a processor with them."""
     if any(x.dtype != torch.bfloat16 for x in tensors) or any(x.shape[3] % 2 for x in tensors[:1] + tensors[2:]):
         return None
     if not load(link).zonal_has_bf16():
@@ -126,9 +131,10 @@ def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
 
 
 def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """(y (B, H, T, P), factor (B, H, T), rest): the row's factor, in log space with the row anchor log sum_s K. y is in the type of q;
-    ``rest`` is what rounding it to 16 bits left, for backward, which takes dy . y from it: a rounded y would spoil gradients that
-    cancel. It is empty in float32 and where no gradient is asked for.
+    """(y (B, H, T, P), factor (B, H, T), rest). In log space with the row anchor, factor is log sum_s K.
+
+    y is in the type of q. ``rest`` is the rounding error of y in 16 bits. Backward takes dy . y with it, as a rounded y
+    would spoil gradients that cancel. It is empty in float32 and when no gradient is asked for.
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:3], v.shape[3])
@@ -153,7 +159,7 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
 def backward(
     grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
 ) -> Gradients:
-    """Gradients of q, k, v as the kernel made them, of scale (H,), and of the coefficients (H, n) in float64, those not learned zero."""
+    """Gradients of q, k, v in their types, of scale (H,), and of coefficients (H, n) in float64, 0 if not learned."""
     (dy,), (q, k, v, scale, coefficients, *_), (y, factor, rest) = grads, inputs, results
     assert dy is not None
     (batch, heads, queries, dim), (_, _, keys, value_dim) = q.shape, v.shape

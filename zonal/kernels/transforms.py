@@ -1,7 +1,7 @@
 """Kernels under torch.func: what vmap makes of an operator, and gradients that grad, vjp and vmap can pass through.
 
-vmap folds its axis into the batch, or into the heads where each element has parameters (or gradients of parameters) of its own: both
-are axes that a kernel has anyway. What neither can hold runs one element after another.
+vmap folds its axis into the batch. Where each element has its own parameters (or their gradients), it folds the axis
+into the heads instead. If neither is possible, the elements run one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,9 @@ def mapped(x: Tensor | None) -> bool:
 def rule(operator: Callable[..., tuple[Tensor, ...]], arguments: str, results: str) -> Rule:
     """The rule of vmap for an operator, by a letter for each argument and result.
 
-    t: (B, H, …), or empty where it is left out. p: parameters (H, …), or empty. m: a mask (B, …) or None. e: borders of packed documents or None,
-    which all heads and sequences share; the batch is then one. a: which results are asked for. -: anything else.
+    t: (B, H, …), or empty where it is left out. p: parameters (H, …), or empty. m: a mask (B, …) or None. e: borders of
+    packed documents or None, shared by all heads and sequences (the batch is then one). a: which results are asked for.
+    -: anything else.
     """
 
     def map_(info: Any, dims: tuple[int | None, ...], *given: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
@@ -100,8 +101,10 @@ def differentiable(
     backward: Callable[..., tuple[Tensor, ...]],
     refusal: str,
 ) -> Callable[..., Any]:
-    """An operator with its gradients in the form that torch.func takes. gradients(ctx, grads, backward) is called with ``backward``, whose own
-    derivative is refused in the words of ``refusal``."""
+    """An operator with its gradients in the form of torch.func.
+
+    gradients(ctx, grads, backward) is called with ``backward``, whose own derivative is refused with ``refusal``.
+    """
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True

@@ -1,1 +1,1 @@
-"""Tile kernels for CUDA. Importing the package needs no triton; its modules do, and are imported by whoever launches a kernel."""
+"""Tile kernels for CUDA. Importing the package does not need triton. Its modules do: import them to launch a kernel."""

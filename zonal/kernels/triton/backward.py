@@ -1,8 +1,10 @@
-"""Gradients by making every tile again: one kernel over blocks of keys (dK, dV), one over blocks of queries (dQ, scale, coefficients).
+"""Gradients by recomputing every tile. One kernel runs over blocks of keys (dK, dV), one over blocks of queries (dQ,
+scale, coefficients).
 
 With D_t = dy_t . y_t for a row anchor (0 otherwise) and g_ts = factor_t (dy_t . v_s - D_t):
-dv_s = sum_t factor_t K_ts dy_t, dS_ts = g_ts l'(S_ts), dc_k = sum_ts g_ts base(S_ts) S_ts^k; in log space dS_ts = W_ts (dy_t . v_s - D_t).
-Each number is written by one program: there are no atomics, and the same call gives the same bits.
+dv_s = sum_t factor_t K_ts dy_t, dS_ts = g_ts l'(S_ts), dc_k = sum_ts g_ts base(S_ts) S_ts^k; in log space
+dS_ts = W_ts (dy_t . v_s - D_t). Each number is written by one program. There are no atomics, and the same call gives
+the same bits.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -35,7 +37,7 @@ from zonal.kernels.triton.tiles import (
 
 @triton.jit
 def row_terms(factor, delta, line, first, queries, traits: tl.constexpr, ROWS: tl.constexpr):
-    """(factor or the logarithm to take from log2 K, what to take from dy . v) of a block of queries, zero weight past the last."""
+    """(factor, or the log to subtract from log2 K; what to subtract from dy . v) per query; weight 0 past the end."""
     if traits.online:
         kept = row_numbers(factor, line, first, queries, ROWS, float("inf")) * LOG2E
     else:
@@ -64,7 +66,10 @@ def weights(x, kept, visible, c, value: tl.constexpr, traits: tl.constexpr, CUT:
 
 @triton.jit
 def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
-    """(what multiplies base in the gradient of a coefficient, dS) of a tile from its scores, W and dp = dy . v; kept and taken broadcast over it."""
+    """(the factor of base in a coefficient's gradient, dS) of a tile, from its scores, W and dp = dy . v.
+
+    kept and taken broadcast over the tile.
+    """
     if traits.log:
         g = dp
         if traits.anchor == "row":
@@ -100,7 +105,10 @@ def add_queries(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     CUT: tl.constexpr,
 ):  # fmt: skip
-    """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys. Tiles lie on their side: (keys, queries)."""
+    """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys.
+
+    Tiles are transposed: (keys, queries).
+    """
     s = first_key + tl.arange(0, KEYS)
     blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
     # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
@@ -244,7 +252,10 @@ def queries_kernel(
     LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, and its part of the sums dscale (B, H, blocks) and dcoefficients (B, H, blocks, LEARNED)."""
+    """dQ of one block of queries, and its part of two sums.
+
+    They are dscale (B, H, blocks) and dcoefficients (B, H, blocks, LEARNED).
+    """
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -309,7 +320,7 @@ def queries_kernel(
 def backward(
     grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
 ) -> Gradients:
-    """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, n) float64, zero for constants. None where nobody asks."""
+    """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, n) float64, 0 for constants. Or None."""
     (dy,), (q, k, v, *_), (y, factor, _) = grads, inputs, results
     assert dy is not None
     scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)

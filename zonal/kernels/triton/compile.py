@@ -1,10 +1,11 @@
 """Compile the kernels for devices that are not here, and report registers, spills and shared memory of each.
 
-    python -m zonal.kernels.triton.compile --out report.json [--device 90] [--link horner] [--dtype bfloat16] [--dim 128] [--mask packed]
+    python -m zonal.kernels.triton.compile --out report.json [--device 90] [--link horner] [--dtype bfloat16]
+        [--dim 128] [--mask packed]
 
-What is compiled is what a call would start: the launches of ``forward`` and ``backward`` on tensors without data. Without choices each
-link with the least and the most that masks ask for, in every type and head size for every device, and one link with each mask: 1296
-kernels, about an hour of one core, less with ``--jobs``.
+The compiled kernels are those that a call would launch: the launches of ``forward`` and ``backward`` on tensors without
+data. By default every link is compiled with the masks that need least and most, in every type and head size for every
+device, and one link with each mask. That is 1296 kernels, and takes about an hour on one core, less with ``--jobs``.
 """
 
 import argparse
@@ -49,7 +50,7 @@ _LINKS = "zonal.kernels.triton.links:"
 
 
 class Link(NamedTuple):
-    """A link as an operator uses it: its code, how many coefficients are learned, the anchor, and whether tokens are normalised."""
+    """A link as an operator uses it: its code, how many coefficients are learned, the anchor, and normalisation."""
 
     code: Formula
     learned: int
@@ -106,7 +107,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one kernel. shared: bytes a block; wgmma: Hopper's matrix instruction is used; the rest as ``Usage`` has it."""
+    """The outcome for one kernel. shared: bytes per block. wgmma: whether it uses Hopper's matrix instruction."""
 
     kernel: str
     link: str
@@ -146,7 +147,8 @@ def cover(
     dims: Iterable[int],
     devices: Iterable[int],
 ) -> list[Variant]:
-    """All combinations of what was chosen; where no mask was, all links with ``_ENDS``, and with every mask the link with most to hold."""
+    """All combinations of the choices. Without a chosen mask: all links with ``_ENDS``, and every mask with the link
+    that needs most."""
     if masks is not None:
         return list(variants(links, masks, dtypes, dims, devices))
     found = (
@@ -191,7 +193,7 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
 
 
 def source(launch: tiles.Launch) -> ASTSource:
-    """A launch as the compiler takes it, specialised as a start on a device would be: 1 and None known, multiples of 16 noted."""
+    """A launch for the compiler, specialised as on a device: 1 and None are known, multiples of 16 are noted."""
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
@@ -221,7 +223,7 @@ def source(launch: tiles.Launch) -> ASTSource:
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes: registers a thread, bytes of stack a thread, and how many instructions read or write the stack."""
+    """Resources of a compiled kernel: registers and bytes of stack per thread, and instructions that use the stack."""
 
     registers: int
     stack: int
@@ -309,8 +311,12 @@ def write(out: Path, rows: list[Compiled]) -> None:
 
 
 class Family(NamedTuple):
-    """What a command compiles. about: of its kernels; links, masks and dims: what may be chosen (None: any size); kernels: for the help; cover: the variants of a
-    choice; compiled: a variant's kernels, or those named; sample: the variants that ``--sample`` stands for."""
+    """What a command compiles.
+
+    about: its kernels, in words. links, masks, dims: the possible choices (None: any size). kernels: for the help.
+    cover: the variants of a choice. compiled: the kernels of a variant, or those named. sample: the variants of
+    ``--sample``.
+    """
 
     module: str
     about: str
@@ -324,7 +330,7 @@ class Family(NamedTuple):
 
 
 def command(family: Family, arguments: list[str]) -> int:
-    """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
+    """Compile, print the table and write the report. Returns 1 if a kernel spills at d <= 128 or exceeds its device."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {family.module}", description=f"Compile {family.about} ahead of time."
     )

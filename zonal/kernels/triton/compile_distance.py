@@ -1,8 +1,10 @@
-"""Compile the kernels for attention by distance for devices that are not here, as ``compile`` does with the tile kernels.
+"""Compile the kernels of attention by distance for devices that are absent, as ``compile`` does for the tile kernels.
 
-    python -m zonal.kernels.triton.compile_distance --out report.json [--device 90] [--dtype bfloat16] [--dim 96] [--mask packed] [--link rewa-dot]
+    python -m zonal.kernels.triton.compile_distance --out report.json [--device 90] [--dtype bfloat16] [--dim 96]
+        [--mask packed] [--link rewa-dot]
 
-Without choices in every type and size a causal call of each kind, and in bfloat16 the first kind with every mask, for every device.
+By default a causal call of each kind is compiled in every type and size, and in bfloat16 the first kind with every
+mask, for every device.
 """
 
 import itertools
@@ -34,7 +36,8 @@ def cover(
     dims: Iterable[int],
     devices: Iterable[int],
 ) -> list[Variant]:
-    """All combinations of what was chosen; where no mask was, all kinds with the first, and with every mask the first kind in the first type."""
+    """All combinations of the choices. Without a chosen mask: all kinds with the first mask, and every mask with the
+    first kind in the first type."""
     dims = list(dims)
     if not set(dims) <= set(PARTS):
         raise ArgumentError(

@@ -1,9 +1,11 @@
-"""Compile the kernels for ridge and Koopman read-outs for devices that are not here, as ``compile`` does with the tile kernels.
+"""Compile the kernels of ridge and Koopman read-outs for devices that are absent, as ``compile`` does for tile kernels.
 
-    python -m zonal.kernels.triton.compile_ridge --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link ridge-2]
+    python -m zonal.kernels.triton.compile_ridge --out report.json [--device 90] [--dtype bfloat16] [--dim 64]
+        [--mask packed] [--link ridge-2]
 
-Without choices in bfloat16 powers 0, 1 and 2 of a causal call, and power 2 with packed documents, grouped queries and a memory, in other types power 2 of a
-causal call, with keys of every size and values of 64 numbers, for every device.
+By default it compiles, for every device, with keys of every size and values of 64 numbers: in bfloat16 powers 0, 1 and
+2 of a causal call, and power 2 with packed documents, grouped queries and a memory; in other types power 2 of a causal
+call.
 """
 
 import itertools
@@ -33,7 +35,8 @@ def cover(
     dims: Iterable[int],
     devices: Iterable[int],
 ) -> list[Variant]:
-    """All combinations of what was chosen; where no mask was, in the first type all powers with the first mask and the last with each, in others the last."""
+    """All combinations of the choices. Without a chosen mask, the first type has all powers with the first mask and the
+    last power with every mask. Other types have the last power."""
     chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
     if masks is not None:
         kinds = list(itertools.product(chosen, masks, types))

@@ -1,9 +1,11 @@
 """Compile the kernels for sums over features for devices that are not here, as ``compile`` does with the tile kernels.
 
-    python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link identity]
+    python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64]
+        [--mask packed] [--link identity]
 
-Without choices every link with the causal mask, and with every mask the link with most features, in every type and head size for every device.
---sample: what results/benchmarks/triton_sums_aot.json holds, some twenty minutes of two cores.
+By default every link is compiled with the causal mask, and every mask with the link that has most features, in every
+type and head size for every device. --sample compiles what results/benchmarks/triton_sums_aot.json holds, in some
+twenty minutes on two cores.
 """
 
 import itertools
@@ -49,7 +51,7 @@ def cover(
     dims: Iterable[int],
     devices: Iterable[int],
 ) -> list[Variant]:
-    """All combinations of what was chosen; where no mask was, all links with the first, and with every mask the first link."""
+    """All combinations of the choices. Without a chosen mask: all links with the first, all masks with one link."""
     chosen = list(links)
     kinds = (
         list(itertools.product(chosen, masks))

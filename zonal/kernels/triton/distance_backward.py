@@ -1,12 +1,15 @@
-"""Gradients of attention by distance by making every tile again: two kernels over blocks of keys (dV, dK), one over blocks of queries.
+"""Gradients of attention by distance, by recomputing every tile. Two kernels run over blocks of keys (dV, dK), one over
+blocks of queries.
 
-With dx_ts the gradient of a sum x_ts of weighed distances and G_f = dx w_f d(d_f)/d(gap) that of a gap, points (or directions) u of one side are pulled by
-sum_s G_f (u - v_s). It is made of products, u sum_s G_f - sum_s G_f v_s, but for close pairs, whose differences are summed one number at a time: a slope
-is large where points are near, and their difference small. Each number is written by one program, and the same call gives the same bits.
+Let dx_ts be the gradient of a sum x_ts of weighted distances, and G_f = dx w_f d(d_f)/d(gap) that of a gap. Points (or
+directions) u of one side get sum_s G_f (u - v_s). It is computed from products, u sum_s G_f - sum_s G_f v_s, except for
+close pairs. Their differences are summed one number at a time, as a slope is large where points are near and their
+difference is small. Each number is written by one program, and the same call gives the same bits.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +51,7 @@ from zonal.kernels.triton.tiles import (
 
 @triton.jit
 def pulled(slope, rows, total):
-    """total + slope rows. A slope has more range than float16, and must have more digits than bfloat16: what it is multiplied by nearly cancels."""
+    """total + slope rows. A slope exceeds float16's range, and needs more digits than bfloat16: terms cancel."""
     if rows.dtype == tl.float32:
         return tl.dot(slope, rows, total, input_precision="tf32x3")
     else:
@@ -65,7 +68,11 @@ def nothing_of(f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def nothing(metric: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """What ``pull`` adds up, at zero: of parts FIRST to LAST (gradient but for ``own`` u, own, gradient of the radius, of the weight, what the dot product adds)."""
+    """The zero of what ``pull`` accumulates, for parts FIRST to LAST.
+
+    Per part: the gradient without ``own`` u, own, the gradient of the radius, that of the weight, and what the dot
+    product adds.
+    """
     found = ()
     for f in tl.static_range(FIRST, LAST):
         found = found + (nothing_of(f, metric, ROWS),)  # noqa: RUF005
@@ -123,7 +130,10 @@ def pull(
     sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the gradients of parts FIRST to LAST of the points of a, and of their weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
+    """Add a tile to the gradients of parts FIRST to LAST of the points of a, and of their weights.
+
+    dx: the gradient of log K without waves. gaps: as in ``tile_of``.
+    """
     found = ()
     for f in tl.static_range(FIRST, LAST):
         found = found + (  # noqa: RUF005 (Triton joins tuples so)
@@ -165,7 +175,7 @@ def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr, FIR
 
 @triton.jit
 def block_of_keys(edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(batch, key head, line, first key, first query that sees some of its keys, blocks of queries that do) of a program."""
+    """(batch, key head, line, first key, first query that sees one of its keys, blocks of such queries)."""
     blocks = tl.cdiv(sizes.keys, KEYS)
     line = tl.program_id(0) // blocks
     kv_heads = sizes.heads // sizes.groups
@@ -178,7 +188,7 @@ def block_of_keys(edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr, KEY
 
 @triton.jit
 def block_of_queries(index, kv_head, start, steps, sizes, traits: tl.constexpr, QUERIES: tl.constexpr):
-    """(head, first query) of a step. One loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers."""
+    """(head, first query) of a step. One loop runs over blocks of all heads: nested loops would need more registers."""
     head, block = kv_head, index
     if traits.grouped:
         head, block = kv_head * sizes.groups + index // steps, index % steps
@@ -197,7 +207,7 @@ def distance_values_kernel(
     q, k, dy, dv, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
     metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dV of one block of keys: a sum over the queries of all heads that share it. Tiles lie on their side: (keys, queries)."""
+    """dV of a block of keys, summed over queries of all heads that share it. Tiles are transposed: (keys, queries)."""
     batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
     k_tiles = part_tiles(a, metric, KEYS)
@@ -230,7 +240,7 @@ def distance_keys_kernel(
     metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """dK of one block of keys, likewise: of the numbers of parts FIRST to LAST, for all of them would not stay in registers."""
+    """dK of a block of keys, for parts FIRST to LAST only, as all parts together would not fit in registers."""
     batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
     k_tiles = part_tiles(a, metric, KEYS)
@@ -273,8 +283,10 @@ def distance_queries_kernel(
     edges, sizes, metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, of parts FIRST to LAST, the gradient of their weights (B, H, T, terms), and where LEARNED its part of dcoefficients
-    (B, H, blocks, 3 waves)."""
+    """dQ of one block of queries, for parts FIRST to LAST, and the gradient of their weights (B, H, T, terms).
+
+    If LEARNED also its part of dcoefficients (B, H, blocks, 3 waves).
+    """
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -347,7 +359,7 @@ def add_waves(sums, dx, d, evens, odds, c, n: tl.constexpr):
 def backward(
     grads: Gradients, inputs: DistanceInputs, results: Results, spec: DistanceSpec, asked: frozenset[str]
 ) -> Gradients:
-    """(dq, dk, dv, dweights, dcoefficients): like k and v; (B, H, T, terms) float32; (H, 3 waves) float64, None unless asked for."""
+    """(dq, dk, dv, dweights, dcoefficients): like k and v; (B, H, T, terms) float32; (H, 3 waves) float64, or None."""
     (dy,), (y, factor), inputs = grads, results, prepared(inputs)
     assert dy is not None
     q, k, v, _, coefficients, *_ = inputs

@@ -1,7 +1,11 @@
-"""y_t = factor_t sum_s K_ts v_s on tiles, log K a weighed sum of distances, or waves of it; for few queries with the keys split over programs."""
+"""y_t = factor_t sum_s K_ts v_s on tiles. log K is a weighted sum of distances, or waves of it.
+
+For few queries the keys are split over programs.
+"""
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +25,10 @@ def distance_forward_kernel(
     edges, sizes, splits, length, metric: tl.constexpr, traits: tl.constexpr, SPLIT: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. SPLIT: keys [i length, (i + 1) length) alone, whose sums go to totals (B, H, T, splits, P), masses and tops."""
+    """One block of queries of one head.
+
+    SPLIT: only keys [i length, (i + 1) length), whose sums go to totals (B, H, T, splits, P), masses and tops.
+    """
     blocks = tl.cdiv(sizes.queries, QUERIES)
     split = tl.program_id(0) % splits
     index = tl.program_id(0) // splits
@@ -106,8 +113,8 @@ def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
         tiles.launch(
             distance_forward_kernel,
             programs * splits,
-            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, totals, masses, tops, call.query_notes, call.key_notes, call.weights,
-             coefficients, own.key_mask, own.key_counts, own.edges, own.sizes, splits, length),
+            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, totals, masses, tops, call.query_notes, call.key_notes,
+             call.weights, coefficients, own.key_mask, own.key_counts, own.edges, own.sizes, splits, length),
             {**distance_tiles.constants(call, tiling, v), "SPLIT": splits > 1},
             tiling,
         )  # fmt: skip

@@ -1,12 +1,14 @@
 """What the kernels for attention by distance share: points prepared once, and a tile of distances with their slopes.
 
-Products of raw points give squared differences, gap = |a|^2 + |b|^2 - 2 a.b, of points (plane) or of their directions (sphere, hyperbolic space).
-Where points are so near, or directions so nearly opposite, that a product has too few digits left, the pair is ``close``: its gap and its gradient are
-summed from differences, of directions in two float32 numbers each, and only tiles that hold such a pair go through their numbers one by one.
+Products of raw points give squared differences, gap = |a|^2 + |b|^2 - 2 a.b, of points (plane) or of their directions
+(sphere, hyperbolic space). When points are so near, or directions so nearly opposite, that a product has too few digits
+left, the pair is ``close``. Its gap and gradient are then summed from differences, where each direction is two float32
+numbers. Only tiles with a close pair do this.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,8 +33,8 @@ RADIUS: tl.constexpr = tl.constexpr(40.0)
 # where a direction is smooth
 ORIGIN: tl.constexpr = tl.constexpr(1e-6)
 
-# notes of a point in one space. direction = point (INVERSE + INVERSE_REST), SQUARE its squared length; of the radius r: r / 2 = HALF + HALF_REST,
-# sinh r and coth r; FREE: d(r) / d|point|
+# Notes of a point in one space. direction = point (INVERSE + INVERSE_REST); SQUARE is its squared length. For a radius
+# r: r / 2 = HALF + HALF_REST, sinh r and coth r; FREE: d(r) / d|point|
 SQUARE: tl.constexpr = tl.constexpr(0)
 INVERSE: tl.constexpr = tl.constexpr(1)
 INVERSE_REST: tl.constexpr = tl.constexpr(2)
@@ -49,7 +51,10 @@ _HELD, REGISTERS = 64, 255
 
 @dataclass(frozen=True)
 class Part:
-    """A distance as kernels are compiled for it: of ``size`` numbers from ``start`` on, in tiles of ``width``. square: its eps, squared; least: what eps makes."""
+    """A distance as kernels are compiled for it: of ``size`` numbers from ``start`` on, in tiles of ``width``.
+
+    square: eps squared. least: the distance that eps gives.
+    """
 
     kind: str
     start: int
@@ -67,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Metric:
-    """The parts of a point, whether a dot product of whole points stands beside their distances, and how many waves are made of the sum."""
+    """The parts of a point, whether a dot product of whole points is added, and the number of waves made of the sum."""
 
     parts: tuple[Part, ...]
     product: bool
@@ -155,12 +160,12 @@ def notes_kernel(x, out, heads, rows, metric: tl.constexpr, ROWS: tl.constexpr):
         put_notes(x, out, line // heads, line % heads, line, tl.program_id(0) % blocks * ROWS, rows, f, metric, ROWS)
 
 
-# ---- a tile of pairs. Its two sides are blocks of points, a down and b across: (x, notes, batch, head, line, first, limit) ----
+# -- a tile of pairs: blocks of points a (rows) and b (columns), each (x, notes, batch, head, line, first, limit) --
 
 
 @triton.jit
 def numbers(x, line, first, limit, place, MANY: tl.constexpr, ROWS: tl.constexpr):
-    """(ROWS,) the number at ``place`` of each row of line ``line`` of a contiguous (lines, limit, MANY) array; zeros past its end.
+    """(ROWS,) the number at ``place`` of each row of one line of a contiguous (lines, limit, MANY) array, else 0.
 
     All that is known of a row lies together: one address serves all of it.
     """
@@ -174,7 +179,8 @@ def weights_of(weights, line, first, limit, metric: tl.constexpr, ROWS: tl.const
     """What the distances of a block's queries weigh, and last the dot product."""
     found = ()
     for f in tl.static_range(tl.constexpr(metric.weights)):
-        found = found + (numbers(weights, line, first, limit, f, metric.weights, ROWS),)  # noqa: RUF005 (kernels know no starred tuples)
+        # kernels know no starred tuples
+        found = found + (numbers(weights, line, first, limit, f, metric.weights, ROWS),)  # noqa: RUF005
     return found
 
 
@@ -244,7 +250,8 @@ def apart(a, b, close, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(gap, close, whether any is): close is 1 where gap was summed from differences, -1 where it is that to the opposite point, and then below zero."""
+    """(gap, close, whether any pair is). close: 1 = gap was summed from differences; -1 = it is that to the opposite
+    point, and negative."""
     part: tl.constexpr = metric.parts[f]
     both = note(a, SQUARE, f, metric, ROWS)[:, None] + note(b, SQUARE, f, metric, COLUMNS)[None, :]
     if part.directed:
@@ -272,7 +279,7 @@ def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def marked(gap, close):
-    """Both in one number, whose last bit says whether a pair is close: what is kept of each part of a tile until all are known takes registers."""
+    """Both in one number, with close as its last bit. Parts of a tile are kept until all are known, in registers."""
     return ((gap.to(tl.int32, bitcast=True) & -2) | (close & 1)).to(tl.float32, bitcast=True)
 
 
@@ -286,8 +293,11 @@ def unmarked(gap):
 
 @triton.jit
 def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(d, along, radial) of a part: d(d)/du = along (u - v) for what gap is a difference of, u a point (or direction) of a and v one of b, and
-    d(d)/dr = radial for the radius of a hyperbolic point of a."""
+    """(d, along, radial) of a part.
+
+    d(d)/du = along (u - v), where gap is a difference of u, a point (or direction) of a, and v, one of b. d(d)/dr =
+    radial, for the radius of a hyperbolic point of a.
+    """
     part: tl.constexpr = metric.parts[f]
     radial = gap
     if part.kind == "euclidean":
@@ -369,7 +379,10 @@ def tile_of(
     a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 0,
 ):  # fmt: skip
-    """(log K but for waves, of parts FIRST to LAST (marked gap, whether any pair is close), the dot product). ACROSS: the weights are of b."""
+    """(log K without waves, (marked gap, whether any pair is close) for parts FIRST to LAST, the dot product).
+
+    ACROSS: the weights are those of b.
+    """
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = total
     found = ()
@@ -391,7 +404,7 @@ def tile_of(
 
 @triton.jit
 def circular(x):
-    """Cosine and sine of x >= 0, to rounding of x (up to 1e5; what is further has faded). The compiler's own put their numbers on the stack."""
+    """Cosine and sine of x >= 0 to rounding of x, up to 1e5 (waves fade before). The compiler's own use the stack."""
     quarters = tl.floor(tl.minimum(x, 4e6) * 0.6366197723675814 + 0.5)
     r = tl.minimum(x, 4e6) - quarters * 1.5703125
     r -= quarters * 4.837512969970703125e-4
@@ -407,7 +420,10 @@ def circular(x):
 
 @triton.jit
 def waves(x, c, n: tl.constexpr):
-    """(log K, its slope, d, fading cosines, fading sines) of a sum of weighed distances x. c: n amplitudes, n decays, n frequencies."""
+    """(log K, its slope, d, fading cosines, fading sines) of a sum x of weighted distances.
+
+    c: n amplitudes, n decays, n frequencies.
+    """
     d = tl.where(x <= 0, -x, x * 0)
     value = tl.zeros_like(x)
     slope = value
@@ -428,7 +444,7 @@ def waves(x, c, n: tl.constexpr):
 
 
 class DistanceCall(NamedTuple):
-    """A call's part that forward and backward share. Notes are of queries and keys; weights (B, H, T, terms), contiguous."""
+    """What forward and backward share of a call: notes of queries and keys, contiguous weights (B, H, T, terms)."""
 
     tiles: tiles.TileCall
     metric: Metric
@@ -482,8 +498,11 @@ def call(inputs: DistanceInputs, spec: DistanceSpec) -> DistanceCall:
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
-    """Tile sizes of a kernel ("forward", "decode", "values", "keys", "queries"): the rows of one warp group, but for wide points, and as few columns as products
-    take, since every pair has twenty numbers or more at once."""
+    """Tile sizes of a kernel ("forward", "decode", "values", "keys", "queries").
+
+    The rows are those of one warp group, except for wide points. Columns are as few as products allow, since every pair
+    needs twenty numbers or more at once.
+    """
     if kernel == "decode":
         return tiles.Tiling(16, 32, 4, 1, REGISTERS)
     rows = 64 if max(sum(part.width for part in metric.parts), padded(v.shape[3])) <= 128 else 16

@@ -1,4 +1,4 @@
-"""y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; for few queries, with the keys split over programs."""
+"""y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; few queries split keys over programs."""
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -37,7 +37,8 @@ _SPLIT_KEYS, _PROGRAMS, _MOST_SPLITS = 256, 512, 32
 
 @triton.jit
 def exponentials(x, total, mass, top, traits: tl.constexpr):
-    """Weights of a tile of log2 K, and the sums so far; for a row anchor the running maximum is taken out of all of them, and mass has the weights in it."""
+    """Weights of a tile of log2 K, with the sums so far. For a row anchor the running maximum is subtracted from all
+    log2 K, and mass includes the weights."""
     if traits.online:
         highest = tl.maximum(top, tl.max(x, 1))
         safe = tl.where(highest == float("-inf"), 0.0, highest)
@@ -59,8 +60,8 @@ def absorb(
 ):  # fmt: skip
     """Add keys [begin, stop) to the sums of a block of queries.
 
-    total (rows, P) = sum K v; mass (rows,) = sum K for a row anchor; top (rows,) = the maximum of log2 K that was taken out. CUT: the
-    tiles hold keys that some query does not see.
+    total (rows, P) = sum K v; mass (rows,) = sum K for a row anchor; top (rows,) = the subtracted maximum of log2 K.
+    CUT: the tiles hold keys that some query does not see.
     """
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
@@ -91,7 +92,7 @@ def absorb(
 
 @triton.jit
 def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr):
-    """(what total is multiplied by, what backward needs): the same number, but for a log link with the row anchor its log-sum-exp."""
+    """(factor of total, number for backward). They are equal, but a log link with the row anchor keeps log-sum-exp."""
     if traits.anchor == "row":
         scale = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
         kept = scale
@@ -169,7 +170,9 @@ def decode_kernel(
     value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [i length, (i + 1) length) of one key head, for up to QUERIES rows of all query heads that share it: row r is head r // T, query r % T.
+    """Keys [i length, (i + 1) length) of one key head, for up to QUERIES rows of all query heads that share it.
+
+    Row r is head r // T, query r % T.
 
     totals (B, H, T, splits, P), masses and tops (B, H, T, splits): the partial sums.
     """
@@ -284,7 +287,7 @@ def forward(inputs: TileInputs, spec: TileSpec) -> Results:
     """y (B, H, T, P) in q's type, the rows' factors (B, H, T) float32, and nothing for what rounding left.
 
     q, k, v: one of float32, bfloat16, float16, any strides, D and P up to 256.
-    factor: what a row's sum was multiplied by; for log links with the row anchor the natural log-sum-exp, +inf for empty rows.
+    factor: of each row's sum; for log links with the row anchor the natural log-sum-exp, +inf for empty rows.
     """
     q, k, v = inputs[:3]
     scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
@@ -302,7 +305,8 @@ def forward(inputs: TileInputs, spec: TileSpec) -> Results:
                 batch * heads * tiles.ceil_div(queries, tiling.queries),
                 (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, scale, coefficients,
                  call.q_inverse, call.k_inverse, call.key_mask, call.key_counts, call.edges, call.sizes),
-                {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v), "STRIDE": coefficients.shape[1]},
+                {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v),
+                 "STRIDE": coefficients.shape[1]},
                 tiling,
             )  # fmt: skip
     return y, factor, q.new_empty(0)

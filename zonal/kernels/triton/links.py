@@ -1,8 +1,8 @@
 """Links on a tile: prefix_value, prefix_derivative and prefix_base of (x, c, n), elementwise in float32.
 
-x: a tile of scores. c: where the head's numbers stand, float32: the n coefficients, then the constants of the link. The derivative
-with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its Formula.
-exp has none: it is kept in log space, and the kernels know it. Functions of a map before exp are of its logarithm.
+x: a tile of scores. c: address of the head's float32 numbers, the n coefficients and then the constants of the link.
+The derivative with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its
+Formula. exp has none: it is kept in log space, and kernels know it. Functions of a map before exp are of its logarithm.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version

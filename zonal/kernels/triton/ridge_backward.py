@@ -1,8 +1,10 @@
 """Gradients of ridge_forward: no factorisation has one of its own.
 
-With x = P_t w of each solve and u = P_t dx of its gradient, dG_t = -u x^T. Row by row the x and u of a query follow from what forward made (x is read through P, u
-through the transposes of W and A), and are kept. A key then gets -u (x . z) - x (u . z) from every solve of every query that sees it, and what values
-and steps add: from its own block directly, from later ones by their sums. Nothing is written twice: there are no atomics.
+With x = P_t w of each solve and u = P_t dx of its gradient, dG_t = -u x^T. Each query's x and u follow from what
+forward computed (x through P, u through the transposes of W and A), and are stored. A key then gets -u (x . z) - x (u .
+z) from
+every solve of every query that sees it, plus the terms of values and steps: directly from its own block, and as sums
+from later blocks. Nothing is written twice: there are no atomics.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -58,7 +60,10 @@ def rows_back_kernel(
     q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr,
     SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block. u of the first is the gradient of scale q."""
+    """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block.
+
+    u of the first solve is the gradient of scale q.
+    """
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
     tokens, queries, index = shape.keys, shape.queries, kv_line * shape.blocks + block
     for t in tl.range(begin, end, ROWS):
@@ -91,7 +96,7 @@ def row_sums_kernel(
     dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, SLICE: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """What the queries of one block bring to the keys before it: sums of u x^T, dy x^T and, of the step before, u x^T."""
+    """What the queries of one block add to earlier keys: sums of u x^T, dy x^T and, of the step before, u x^T."""
     index = tl.program_id(0)
     block, kv_line = index % shape.blocks, index // shape.blocks
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
@@ -291,7 +296,7 @@ def with_next(call: RidgeCall, dz: Tensor, dearlier: Tensor, key_mask: Tensor | 
         given = F.pad(dearlier, (0, 0, 0, 1))
     else:
         keys = dz.shape[2]
-        # of each key, and of what came before all, the one it stands before: every key that is there stands behind one alone
+        # For each key and for the memory: the key that it immediately precedes. Every real key has one predecessor.
         owner = call.before if key_mask is None else torch.where(key_mask, call.before, keys + 1)
         place = torch.arange(keys, device=dz.device).expand(owner.shape)
         following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device, dtype=torch.int64).scatter(

@@ -1,4 +1,4 @@
-"""y_t = C_t P_t (M_t P_t)^power scale q_t of all queries at once, from what ``ridge_state`` knows of each block of keys."""
+"""y_t = C_t P_t (M_t P_t)^power scale q_t of all queries at once, from what ``ridge_state`` gives per block of keys."""
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -27,7 +27,7 @@ def moved_on(
 
 @triton.jit
 def block_of_queries(scale, table, shape):
-    """(block, query line, key line, first key, its end, first query, its end, the queries' scale) of a program over heads and blocks."""
+    """(block, query line, key line, first key, end of keys, first query, end of queries, scale) of a program."""
     block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
     batch, head = line // shape.heads, line % shape.heads
     kv_line = batch * (shape.heads // shape.groups) + head // shape.groups
@@ -72,9 +72,10 @@ def read_kernel(
 
 
 def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
-    """(y (B, H, T, P) float32, no document in float64), for calls whose heads have one power; q, k, v of one of float32, bfloat16, float16.
+    """(y (B, H, T, P) float32, no document in float64) for calls whose heads share one power.
 
-    Where G + rho I is not positive definite, which keys that are not finite cause, rows that see those are NaN: to raise would wait for the device.
+    q, k, v are of one of float32, bfloat16, float16. Where G + rho I is not positive definite, as with keys that are
+    not finite, the rows that see them are NaN: an error would have to wait for the device.
     """
     q, k, v = inputs[:3]
     y = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)

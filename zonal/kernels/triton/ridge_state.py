@@ -1,16 +1,21 @@
-"""Ridge and Koopman read-outs on CUDA, token-exact: what is known at the start of each block of keys, and the rows that carry it through the block.
+"""Ridge and Koopman read-outs on CUDA, exact per token: the state at the start of each block of keys, and the rows that
+update it through the block.
 
-At the start of a block the kernels hold P = (G + rho I)^-1, the regression W = C P and the step A = M P, rounded from float64: an error of float32 then
-counts by 1 / rho, and not by the condition of G. Within the block each is a sum of products of rows that a query sees a part of:
-``P_t = P - sum h_s h_s^T``, ``W_t = W + sum e_s h_s^T``, ``A_t = A - sum a_s h_s^T + sum z_s p_s^T``. With K = I + Z P Z^T = L L^T:
-``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before, ``a = L^-1 (Z A^T + low(Z p^T) Z)``.
+At the start of a block the kernels hold P = (G + rho I)^-1, the regression W = C P and the step A = M P, rounded from
+float64. A float32 error then counts by 1 / rho and not by the condition of G. Within the block each of them is a sum of
+products of rows, of which a query sees a part: ``P_t = P - sum h_s h_s^T``, ``W_t = W + sum e_s h_s^T``,
+``A_t = A - sum a_s h_s^T + sum z_s p_s^T``. With K = I + Z P Z^T = L L^T:
+``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before,
+``a = L^-1 (Z A^T + low(Z p^T) Z)``.
 
-A block is a chunk: every block starts from an inverse of its own, and all run at once. Of r = P = 64, power 1 and 64 keys that is 25 thousand operations
-a key in float64, and as many for G, C and M, where factors and rows take 190 thousand in float32; shorter blocks would ask for more inverses and states.
+A block is a chunk. Every block starts from its own inverse, and all blocks run at once. For r = P = 64, power 1 and 64
+keys that takes 25 thousand operations per key in float64, and as many for G, C and M. Factors and rows take 190
+thousand in float32. Shorter blocks would need more inverses and states.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +44,10 @@ class Shape(NamedTuple):
 
 
 class PreparedKeys(NamedTuple):
-    """What the keys of a call become, float32 (B, Hkv, S, …): z and h, e of V's width, and for powers past 0 the key before each, a and p.
+    """The rows of a call's keys, float32 (B, Hkv, S, …): z and h, e of V's width, and for powers above 0 the key before
+    each, a and p.
 
-    Widths are padded with zeros to powers of two, so that the kernels know them: then a row's address takes one register.
+    Widths are padded with zeros to powers of two, which kernels know: a row's address then takes one register.
     """
 
     z: Any
@@ -57,13 +63,13 @@ class PreparedKeys(NamedTuple):
 
 @triton.jit
 def product(a, b):
-    """a b in float32 by the matrix units: as three products of tf32, which keep 21 bits. One by one float32 finds no registers for tiles of 64."""
+    """a b in float32 by matrix units, as three tf32 products that keep 21 bits. Scalar float32 needs more registers."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
 def tokens_of(x, line, first, stop, tokens, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(ROWS, WIDTH) of a contiguous float32 array (lines, tokens, WIDTH) from token ``first`` on, zeros from ``stop`` on."""
+    """(ROWS, WIDTH) of a contiguous float32 array (lines, tokens, WIDTH), tokens ``first`` to ``stop``, then 0."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = x + (tl.cast(line, tl.int64) * tokens + first) * WIDTH + (row[:, None] * WIDTH + column[None, :])
     return tl.load(at, mask=(first + row < stop)[:, None], other=0.0)
@@ -94,7 +100,10 @@ def given_of(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def matrix_places(state, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Addresses of ROWS rows from ``row`` on of the index-th state: WIDTH rows of G or P, then V's width of C or W, then where it is there M or A."""
+    """Addresses of ROWS rows from ``row`` on of the index-th state.
+
+    A state has WIDTH rows of G or P, then V's width of C or W, and then M or A if it has them.
+    """
     i, j = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     return state + tl.cast(index, tl.int64) * size + row * WIDTH + (i[:, None] * WIDTH + j[None, :])
 
@@ -115,7 +124,7 @@ def put_matrix(state, x, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constex
 def sums_kernel(
     z, v, earlier, state, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):
-    """G, C and M of the keys of one block of one key head, in float64: key by key, for no matrix unit multiplies float64 everywhere."""
+    """G, C and M of one block of keys of one key head, float64. Key by key: few matrix units multiply float64."""
     index = tl.program_id(0)
     block, line = index % shape.blocks, index // shape.blocks
     start, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
@@ -140,7 +149,10 @@ def sums_kernel(
 
 @triton.jit
 def carry_kernel(state, initial, final, table, shape, PACKED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
-    """What blocks bring becomes what all before bring (REVERSE: all after), in place and in float64. initial: of the first; final: of all."""
+    """Replace the sums of blocks by sums of all earlier blocks (REVERSE: later ones), in place and in float64.
+
+    initial: the state before the first block. final: that after all.
+    """
     parts = tl.cdiv(shape.size, WIDTH)
     line = tl.cast(tl.program_id(0) // parts, tl.int64)
     column = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
@@ -167,7 +179,7 @@ def carry_kernel(state, initial, final, table, shape, PACKED: tl.constexpr, REVE
 
 @triton.jit
 def swept(x, row, j, pivot, column):
-    """x after column j of it was taken out of the others: one step of x G^-1, where row is G's and pivot G_jj at this step."""
+    """x after elimination of column j: one step of x G^-1, where row is G's row and pivot is G_jj at this step."""
     of = tl.sum(tl.where(column[None, :] == j, x, 0.0), 1) / pivot
     return tl.where(column[None, :] == j, of[:, None], x - of[:, None] * row[None, :])
 
@@ -176,7 +188,8 @@ def swept(x, row, j, pivot, column):
 def inverse_kernel(
     state, start, rho, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """P, W = C P and A = M P of one block, where any query starts from them: Gauss-Jordan without a choice of pivots, as G + rho I asks for none.
+    """P, W = C P and A = M P of one block, if any query starts from them, by Gauss-Jordan without pivoting, which the
+    positive definite G + rho I does not need.
 
     A pivot that is not positive makes everything NaN.
     """
@@ -227,7 +240,10 @@ def through(
     out, x, a, b, line, first, stop, limit, tokens, SIGN: tl.constexpr, SLICE: tl.constexpr, A_WIDTH: tl.constexpr,
     B_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out (ROWS, B_WIDTH) + SIGN sum of (x . a_s) b_s over the keys s of [first, stop) before each row's limit. A few keys at a time, as matrix units like."""
+    """out (ROWS, B_WIDTH) + SIGN sum of (x . a_s) b_s, over the keys s of [first, stop) before each row's limit.
+
+    A few keys are taken at a time, to suit the matrix units.
+    """
     for s in tl.range(first, tl.minimum(stop, tl.max(limit, 0)), SLICE):
         weight = product(x, tl.trans(tokens_of(a, line, s, stop, tokens, SLICE, A_WIDTH)))
         weight = tl.where((s + tl.arange(0, SLICE))[None, :] < limit[:, None], SIGN * weight, 0.0)
@@ -263,7 +279,9 @@ def factor_kernel(
     v, rows, near, rest, roots, start, cut, table, shape, SHIFTED: tl.constexpr, ROWS: tl.constexpr,
     SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one block (``PreparedKeys``). near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read again.
+    """The rows of one block (``PreparedKeys``).
+
+    near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read back.
 
     cut (lines, blocks): the first key that is not finite; it and what follows are zeros here.
     """
@@ -335,8 +353,12 @@ _ROWS, _SLICE = 16, 16
 
 
 class Places(NamedTuple):
-    """Blocks of keys, none across documents. table (5, blocks) int32: the first key, the end, the first query that starts from the block and the end of
-    those, whether a document opens there. hi (T,) int32: how far each query sees. opens (S,) int64: where each key's document begins; None: at 0."""
+    """Blocks of keys, none across documents.
+
+    table (5, blocks) int32: the first key, the end of keys, the first query that starts from the block, the end of such
+    queries, and whether a document begins there. hi (T,) int32: how far each query sees. opens (S,) int64: where each
+    key's document begins; None: at 0.
+    """
 
     table: Tensor
     hi: Tensor
@@ -361,7 +383,7 @@ def places(
     document = torch.searchsorted(first[1:], number, right=True).clamp(max=starts.shape[0] - 1)
     start = torch.minimum(starts[document] + (number - first[document]) * block, ends[document])
     stop = torch.minimum(start + block, ends[document])
-    # a query that sees just what lies before a block starts from that block, but for a document's last; the next document's see as much, of their own
+    # A query that sees exactly what precedes a block starts from that block, unless the block begins another document.
     far = hi + owner
     begin = torch.searchsorted(far, start + document)
     end = torch.searchsorted(far, stop + document + (number == first[document + 1] - 1).long())
@@ -375,7 +397,10 @@ def places(
 
 
 class RidgeCall(NamedTuple):
-    """A call's part that forward and backward share. before (B or 1, S): 1 + the key before each, 0 = what came before the call; None: the one beside it."""
+    """The part of a call that forward and backward share.
+
+    before (B or 1, S): 1 + the index of the previous key, 0 = what precedes the call; None: always the adjacent key.
+    """
 
     places: Places
     shape: Shape
@@ -404,7 +429,8 @@ class RidgeCall(NamedTuple):
 
 
 def choose(shape: Shape) -> Tiling:
-    """Tile sizes of the kernels: as few warps as keep the numbers of all in registers (see compile_ridge.py), of which a thread may take all there are."""
+    """Tile sizes of the kernels: as few warps as still hold all numbers in registers, of which a thread may take all
+    (see compile_ridge.py)."""
     widest = max(padded(shape.key_dim), padded(shape.value_dim))
     return Tiling(_ROWS, _SLICE, 8 if widest > 32 else 4, 1, 255)
 
@@ -472,7 +498,11 @@ def carry(call: RidgeCall, state: Tensor, initial: Tensor | None, final: Tensor 
 
 
 class Known(NamedTuple):
-    """start (B, Hkv, blocks, size) float32: P, W and A at each block's start; rows: its keys'; cut (B, Hkv, blocks): the first key that is not finite."""
+    """The state at each block's start and the rows of its keys.
+
+    start (B, Hkv, blocks, size) float32: P, W and A; rows: those of the keys; cut (B, Hkv, blocks): the first key that
+    is not finite.
+    """
 
     start: Tensor
     rows: PreparedKeys

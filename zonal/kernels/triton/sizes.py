@@ -53,7 +53,7 @@ RIDGE_LARGEST = 64
 
 
 def ridge_block(dim: int) -> int:
-    """Keys of a block: as many as a key has numbers, so that the block's own matrices are as large as those of its state."""
+    """Keys per block: about as many as a key has numbers, so that the block's matrices are as large as its state's."""
     return 32 if dim <= 32 else 64
 
 

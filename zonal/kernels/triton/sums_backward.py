@@ -1,12 +1,14 @@
-"""Gradients of sums over features: features are made again, and what queries read comes back to keys as sums of its own.
+"""Gradients of sums over features. Features are computed again, and keys receive the terms of queries as sums too.
 
-With u_t = factor_t [dy_t, -dy_t . y_t] (the second for the row anchor) queries get dq from M u_t at their border, and what they bring to it,
-w psi(q_t) u_t^T, is carried backwards: keys before a border get dk from [v_s, 1] and dv from psi(k_s) of all borders behind them. Between
-neighbours it goes as in the tile kernels. Each number is written by one program: there are no atomics, and the same call gives the same bits.
+With u_t = factor_t [dy_t, -dy_t . y_t] (the second part for the row anchor) queries get dq from M u_t at their border.
+Their own terms, w psi(q_t) u_t^T, are carried backwards: keys before a border get dk from [v_s, 1] and dv from
+psi(k_s), summed over all later borders. Between neighbouring borders it works as in the tile kernels. Each number is
+written by one program. There are no atomics, and the same call gives the same bits.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl
@@ -55,7 +57,7 @@ def strip_gradient(
 
 @triton.constexpr_function
 def part_of(width: int, kind: tl.dtype) -> int:
-    """How many of the features that are the vector itself are taken at a time: each thread holds whole rows of what the matrix units do not take."""
+    """How many features of degree 1 are computed at a time: a thread holds whole rows that matrix units do not take."""
     return 16 if width >= 128 and kind == tl.float32 else width
 
 
@@ -108,7 +110,10 @@ def read_back_kernel(
     LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, and its part of the sums dscale (B, H, blocks), dcoefficients (B, H, blocks, LEARNED), dweights (B, H, blocks, 3)."""
+    """dQ of one block of queries, and its part of the sums of three gradients.
+
+    They are dscale (B, H, blocks), dcoefficients (B, H, blocks, LEARNED) and dweights (B, H, blocks, 3).
+    """
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -240,7 +245,9 @@ def keys_back_kernel(
     traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys. place: the sums that come back from borders; known_keys, readers: ``keys``, ``queries`` of ``Borders``.
+    """dK and dV of one block of keys.
+
+    place: the sums that come back from borders. known_keys, readers: ``keys`` and ``queries`` of ``Borders``.
 
     counted (B, Hkv, S): where something fades, the gradient of the logarithm of what each key counts.
     """
@@ -403,9 +410,10 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         tiles.launch(
             read_back_kernel,
             batch * heads * blocks,
-            (*inputs, tiles.rows_of(dq), call.place(sums), found.border, scale_parts, parts, weight_parts, factor, delta, scale, coefficients,
-             call.weights, *common, from_border),
-            {**code, "base": tile.functions.base, "LEARNED": learned, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others},
+            (*inputs, tiles.rows_of(dq), call.place(sums), found.border, scale_parts, parts, weight_parts, factor,
+             delta, scale, coefficients, call.weights, *common, from_border),
+            {**code, "base": tile.functions.base, "LEARNED": learned, "LEFT": call.left(strips), "QUERIES": strips.rows,
+             "KEYS": strips.others},
             strips.tiling(),
         )  # fmt: skip
         # the same room holds what comes back
@@ -422,8 +430,8 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         tiles.launch(
             keys_back_kernel,
             batch * k.shape[1] * tiles.ceil_div(keys, strips.rows),
-            (*inputs, tiles.rows_of(dk), tiles.rows_of(dv), counted, call.place(back), found.keys, found.queries, found.seeing, factor, delta, scale, coefficients,
-             *common),
+            (*inputs, tiles.rows_of(dk), tiles.rows_of(dv), counted, call.place(back), found.keys, found.queries,
+             found.seeing, factor, delta, scale, coefficients, *common),
             {**code, "LEFT": call.left(strips), "KEYS": strips.rows, "QUERIES": strips.others},
             strips.tiling(),
         )  # fmt: skip

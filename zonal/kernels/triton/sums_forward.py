@@ -1,7 +1,8 @@
-"""y_t = factor_t sum_s l(S_ts) v_s in time linear in the tokens, for links that are polynomials of degree 1 or 2 of a dot product.
+"""y_t = factor_t sum_s l(S_ts) v_s in time linear in the tokens, for polynomial links of degree 1 or 2.
 
-Keys add to sums over features (sums_state), which are known at borders some hundred or thousand keys apart. A block of queries reads those
-of one border strip by strip, and meets the keys behind it directly, through the link, as the tile kernels do.
+Keys add to sums over features (sums_state), which are known at borders some hundred or thousand keys apart. A block of
+queries reads the sums of one border strip by strip. It compares the keys after that border directly, through the link,
+as the tile kernels do.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -25,7 +26,10 @@ def read(
     q, place, batch, head, kv_line, first, there, border, gain, c, rows, sizes, like, traits: tl.constexpr,
     ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(sums (ROWS, VALUE_WIDTH) of w psi(q) M, (ROWS,) of w psi(q) m) at a border. gain (ROWS,): of q. c: three numbers. rows: strips to read, 0 = none."""
+    """(sums (ROWS, VALUE_WIDTH) of w psi(q) M, (ROWS,) of w psi(q) m) at a border.
+
+    gain (ROWS,): the factor of q. c: three numbers. rows: strips to read, 0 = none.
+    """
     total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     width = sizes.value_dim
@@ -77,7 +81,10 @@ def read_kernel(
     LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. from_border: the first one whose sums are not all zero. factor: written for the row anchor, else read."""
+    """One block of queries of one head. from_border: the first border whose sums are not all 0.
+
+    factor: written for the row anchor, otherwise read.
+    """
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -147,7 +154,9 @@ def read_kernel(
 
 
 def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
-    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and no row summed apart.
+    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, no row summed apart), all float32.
+
+    The state is empty unless ``spec.keeps``.
 
     ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
     """
@@ -165,11 +174,12 @@ def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
         tiles.launch(
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),
-            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
-             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes,
-             int(inputs.initial is None)),
-            {"value": tile.functions.value, "traits": tile.traits, "FADED": call.faded, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
-             "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
+            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale,
+             coefficients, call.weights, tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows,
+             call.fade.keys, tile.sizes, int(inputs.initial is None)),
+            {"value": tile.functions.value, "traits": tile.traits, "FADED": call.faded, "LEFT": call.left(strips),
+             "QUERIES": strips.rows, "KEYS": strips.others, "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards,
+             **call.widths()},
             strips.tiling(),
         )  # fmt: skip
         final = torch.empty(0, dtype=torch.float32, device=q.device)

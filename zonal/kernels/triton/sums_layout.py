@@ -1,7 +1,8 @@
 """How sums over features lie in memory on CUDA, which features they are, and between which keys they are known.
 
-Features of a vector x of d numbers are products x_i x_j in pairs (a, b) of blocks of coordinates, a <= b, then x itself, then 1. A pair
-has all B^2 products: with a < b each stands for two monomials and counts twice, with a = b both orders are there.
+The features of a vector x of d numbers are products x_i x_j in pairs (a, b) of blocks of coordinates, a <= b, then x
+itself, then 1. A pair has all B^2 products. With a < b each is two monomials and counts twice; with a = b both orders
+are present.
 """
 
 import functools
@@ -16,11 +17,11 @@ from zonal.kernels.triton.sizes import SHARED, block_of, ceil_div, padded, pairs
 
 
 class Layout(NamedTuple):
-    """The sums of one head: pairs B B + width + 1 rows of P numbers, then, for the row anchor, as many numbers for v = 1.
+    """The sums of one head: pairs B B + width + 1 rows of P numbers; for the row anchor also as many numbers for v = 1.
 
-    left, right (pairs,): blocks of each pair, int32. width: of x, padded. place, share (rows,): where a memory has the row, and what its
-    number is multiplied by (0 = nowhere). first, root, times (features of a memory,): a row that has this feature, what its number is
-    multiplied by to be in a memory, and how many rows have it.
+    left, right (pairs,): blocks of each pair, int32. width: of x, padded. place, share (rows,): a memory's row for each
+    row, and the factor of its number (0 = none). first, root, times (features of a memory,): a row that has this
+    feature, the factor of its number in a memory, and how many rows have it.
     """
 
     block: int
@@ -103,14 +104,17 @@ def to_memory(sums: Tensor, form: Layout) -> Tensor:
 
 
 def from_memory_gradient(memory: Tensor, form: Layout) -> Tensor:
-    """The gradient of sums from that of a memory's state made of them: as ``to_memory`` reads one row of those that are alike, each gets its part."""
+    """The gradient of sums from that of a memory's state made of them.
+
+    ``to_memory`` reads one of the equal rows, but each gets its share of the gradient.
+    """
     return memory.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place) * (
         form.share[:, None] != 0
     )
 
 
 def to_memory_gradient(sums: Tensor, form: Layout) -> Tensor:
-    """The gradient of a memory's state from that of the sums it was made into; rows that are alike have like gradients."""
+    """The gradient of a memory's state from that of the sums made of it. Equal rows have equal gradients."""
     return sums.index_select(2, form.first) * (form.times / form.root)[:, None]
 
 
@@ -126,11 +130,11 @@ def from_rows(rows: Tensor, width: int) -> Tensor:
 
 
 class Borders(NamedTuple):
-    """Sums are known at borders 0 … n: border b before key min(b chunk, S), of the keys of the document that the key before it is in.
+    """Sums are known at borders 0 … n. Border b is before key min(b chunk, S), for keys of the previous key's document.
 
-    edges (2, T): lo and hi of each query. border (T,): which one it reads, rising; it does so where lo lies before it. keys (2, n + 1): the
-    keys between border b - 1 and b that are in its sum; queries (2, n + 1): those that read it. seeing (S,): the first query with hi > s.
-    kept (n,): whether the sum at b + 1 goes on from that at b. All int32.
+    edges (2, T): lo and hi of each query. border (T,): the border that it reads, rising; it reads if lo is before it.
+    keys (2, n + 1): the keys between borders b - 1 and b in its sum; queries (2, n + 1): the queries that read it.
+    seeing (S,): the first query with hi > s. kept (n,): whether the sum at b + 1 continues that at b. All int32.
     """
 
     chunk: int
@@ -146,7 +150,7 @@ class Borders(NamedTuple):
 def borders(
     lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chunk: int, every: bool, device: torch.device
 ) -> Borders:
-    """The borders of a call. lo, hi, segment_start (T,): as ``feature_sums`` takes them. every: the sum over all keys is asked for.
+    """The borders of a call. lo, hi, segment_start (T,): as for ``feature_sums``. every: also the sum over all keys.
 
     Nothing waits for the device where these are on the CPU, as calls have them.
     """

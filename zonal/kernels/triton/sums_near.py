@@ -1,7 +1,8 @@
-"""Sums over features on CUDA: what queries and keys have of each other between two borders, tile by tile, through the link.
+"""Sums over features on CUDA: pairs of queries and keys between two borders, tile by tile, through the link.
 
-With decays and key biases a weight is e^(c_t - c_s + b_s) l(S_ts), c the running sum of log decays. A row and a key have marks, c_t and
-c_s - b_s to base 2, each in two numbers: their differences lose no digits where the running sums are long.
+With decays and key biases a weight is e^(c_t - c_s + b_s) l(S_ts), with c the running sum of log decays. Rows and keys
+have marks, c_t and c_s - b_s to base 2, in two numbers each. Their differences lose no digits even if the running sums
+are long.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -24,7 +25,7 @@ def marks(fade, line, first, limit, ROWS: tl.constexpr):
 
 @triton.jit
 def fading(row_whole, row_rest, key_whole, key_rest):
-    """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. Finite for pairs that do not see each other, too: they are struck out."""
+    """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. Finite for hidden pairs too, which are masked."""
     return tl.exp2(tl.minimum((row_whole - key_whole) + (row_rest - key_rest), 126.0))
 
 
@@ -34,8 +35,11 @@ def add_values(
     c, sizes, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [begin, stop) to the sums of a block of queries: total (rows, P) = sum K v, and for the row anchor mass (rows,) = sum K, of the
-    same rounded K. CUT: the tiles hold keys that some query does not see."""
+    """Add keys [begin, stop) to the sums of a block of queries.
+
+    total (rows, P) = sum K v, and for the row anchor mass (rows,) = sum K, of the same rounded K. CUT: the tiles hold
+    keys that some query does not see.
+    """
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
@@ -104,7 +108,9 @@ def add_queries(
     derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys. Tiles lie on their side: (keys, queries).
+    """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys.
+
+    Tiles are transposed: (keys, queries).
 
     lost (keys,): where something fades and the anchor is the row's, sum_t W_ts dy_t . y_t.
     """

@@ -1,10 +1,11 @@
 """Sums over features on CUDA: what each stretch of tokens adds to them, and how the parts become sums at every border.
 
-Features are made for one tile of tokens and one strip of a pair of blocks (see sums_layout) at a time, and stay on the chip.
+Features are computed for one tile of tokens and one strip of a pair of blocks (see sums_layout) at a time, on the chip.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from zonal.kernels.triton.tiles import Tiling, Traits, row_numbers, weighted
 
 
 class Place(NamedTuple):
-    """What kernels know of the sums: where they start, numbers of a head at one border, pairs and their blocks, and borders after the first."""
+    """What kernels know of the sums: address, numbers per head and border, pairs, their blocks, number of borders."""
 
     sums: Any
     size: Any
@@ -39,7 +40,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def columns(x, batch, head, first, there, column, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(ROWS, WIDTH) float32 from row ``first`` and column ``column`` on; zeros where a row is not there, and from column ``width`` on."""
+    """(ROWS, WIDTH) float32 from row ``first`` and column ``column`` on; 0 in missing rows, and from ``width`` on."""
     row, at = tl.arange(0, ROWS), column + tl.arange(0, WIDTH)
     start = (
         x.start
@@ -54,7 +55,7 @@ def columns(x, batch, head, first, there, column, width, ROWS: tl.constexpr, WID
 
 @triton.jit
 def strip_blocks(place, strip, BLOCK: tl.constexpr, LEFT: tl.constexpr):
-    """(first coordinate on the left, on the right, how often a product counts) of a strip: LEFT rows of a pair of blocks."""
+    """(first coordinate on the left, on the right, how often a product counts) of a strip: LEFT rows of a pair."""
     pair = strip // (BLOCK // LEFT)
     left, right = tl.load(place.left + pair), tl.load(place.right + pair)
     return left * BLOCK + strip % (BLOCK // LEFT) * LEFT, right * BLOCK, tl.where(left == right, 1.0, 2.0)
@@ -116,7 +117,7 @@ def against(a, b, traits: tl.constexpr):
 
 @triton.constexpr_function
 def in_two(traits: Traits, kind: tl.dtype) -> bool:
-    """Whether sums are two short numbers each: those of the row anchor, as rows are divided by sums that are not rounded."""
+    """Whether sums are two short numbers each: those of the row anchor are, as rows are divided by unrounded sums."""
     return traits.anchor == "row" and (traits.wide or kind != tl.float32)
 
 
@@ -163,7 +164,7 @@ def token_terms(
     first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens,
     place, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(which tokens are there, what their vectors are multiplied by, what their features are, what they bring for v = 1)."""
+    """(which tokens are real, the factors of their vectors, those of their features, their terms for v = 1)."""
     row = first + tl.arange(0, ROWS)
     there = row < stop
     gain = there.to(tl.float32)
@@ -192,9 +193,10 @@ def absorb_kernel(
     from_border, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr,
     ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What tokens bring to one strip of a key head's sums at one border: of keys psi(k) [v, 1], of queries w psi(q) [dy, -delta] factor.
+    """What tokens add to one strip of the sums of a key head at one border.
 
-    ranges (2, count + 1): the tokens of each border. SQUARES: a strip of products of two coordinates; else the vectors themselves and 1.
+    Keys add psi(k) [v, 1], queries w psi(q) [dy, -delta] factor. ranges (2, count + 1): the tokens of each border.
+    SQUARES: a strip of products of two coordinates; otherwise the vectors themselves and 1.
     """
     strips = place.pairs * (BLOCK // LEFT) if SQUARES else 1
     strip = tl.program_id(0) % strips
@@ -268,7 +270,7 @@ def carry_kernel(
     REVERSE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Parts become sums in place: at border b those of b and all before it (REVERSE: after it) as far as they go on into each other.
+    """Replace parts by sums in place: border b gets all parts up to b (REVERSE: from b on), as far as they continue.
 
     steps (B Hkv, count + 1): what is left at each border of the one before it.
     """
@@ -298,8 +300,9 @@ _CARRIED = 1024
 
 
 class Strips(NamedTuple):
-    """Tile sizes of a kernel over strips: tokens, coordinates on the left of a strip (of at most a block), tokens on the other side of scores
-    (0 = it makes none), warps, stages of loads in flight, and how many registers a thread may take (None = the compiler's choice)."""
+    """Tile sizes of a kernel over strips: tokens, coordinates on the left of a strip (of at most a block), tokens on
+    the other side of scores (0 = no scores), warps, stages of loads in flight, and registers per thread (None =
+    any)."""
 
     rows: int
     left: int
@@ -312,7 +315,7 @@ class Strips(NamedTuple):
         return Tiling(self.rows, self.others, self.warps, self.stages, self.registers)
 
 
-# by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
+# By (kernel, kind of products, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py).
 _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
@@ -380,8 +383,9 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> St
 class Fade(NamedTuple):
     """What decays and key biases make of weights; None where there are neither.
 
-    rows (B Hkv, 3, T), keys (B Hkv, 3, S): the two numbers of each mark (see sums_near), and what a row has left of the border it reads, or what
-    a border has of a key before it. steps (B Hkv, count + 1): what is left at a border of the one before it.
+    rows (B Hkv, 3, T), keys (B Hkv, 3, S): the two numbers of each mark (see sums_near), and the share of its border
+    that a row still sees, or the share of an earlier key at its border. steps (B Hkv, count + 1): the share of a border
+    left at the next one.
     """
 
     rows: Tensor | None
@@ -441,7 +445,8 @@ def absorb(
     delta: Tensor | None,
     from_border: int,
 ) -> None:
-    """Write what tokens bring to each border from ``from_border`` on: keys and values, or, where ``factor`` is given, queries and gradients."""
+    """Write what tokens add to each border from ``from_border`` on: keys and values, or with ``factor`` queries and
+    their gradients."""
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
     form, tile = call.form, call.tile
@@ -452,11 +457,13 @@ def absorb(
         tiles.launch(
             absorb_kernel,
             programs,
-            (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums), call.borders.keys if of_keys else call.borders.queries,
-             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights,
-             call.borders.edges, call.fade.keys if of_keys else call.fade.rows, tile.sizes,
-             x.shape[2], x.shape[1], x.shape[1] // kv_heads, from_border),
-            {"traits": tile.traits, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares, "ROWS": strips.rows, "LEFT": call.left(strips), **call.widths()},
+            (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums),
+             call.borders.keys if of_keys else call.borders.queries, tile.k_inverse if of_keys else tile.q_inverse,
+             tile.key_mask, factor, delta, scale, call.weights, call.borders.edges,
+             call.fade.keys if of_keys else call.fade.rows, tile.sizes, x.shape[2], x.shape[1], x.shape[1] // kv_heads,
+             from_border),
+            {"traits": tile.traits, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares, "ROWS": strips.rows,
+             "LEFT": call.left(strips), **call.widths()},
             strips.tiling(),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What the tile kernels share: how tensors are passed, who sees whom, and how a tile becomes scores.
 
-Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves back as t grows. So the tiles of a block of queries
-(or keys) are one range, of which the inner part is visible throughout and needs no mask.
+Query t sees the keys of one interval [lo_t, hi_t), and neither end decreases as t grows. So the tiles of a block of
+queries (or keys) are one range, whose inner part is fully visible and needs no mask.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -64,10 +64,11 @@ class Functions(NamedTuple):
 class Traits:
     """What is known when a kernel is compiled.
 
-    mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the
-    domain scores are clamped to, in the kernel's own unit. grouped: several query heads share a key head. key_mask, packed: whether these
-    tensors were given. listed: the keys of each query come as a list and not as rules. narrow_key, narrow_value: D, P below the padded width.
-    wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
+    mapped: in log space, whether the scores are mapped before exp. n: the number of the link's coefficients without its
+    constants. low, high: the range that scores are clamped to, in the kernel's own unit. grouped: several query heads
+    share a key head. key_mask, packed: whether these tensors were given. listed: the keys of each query are a list and
+    not rules. narrow_key, narrow_value: D, P are below the padded width. wide: weights and their gradients are
+    multiplied as float32 rounded to tf32, as float16 lacks the range.
     """
 
     log: bool
@@ -125,9 +126,9 @@ def tile_rows(
     NARROW: tl.constexpr,
     SKIP: tl.constexpr = 0,
 ):
-    """(ROWS, WIDTH) from row ``first`` and column SKIP on; zeros from row ``limit`` on (EDGE) and from the ``width``-th column on (NARROW)."""
+    """(ROWS, WIDTH) from row ``first`` and column SKIP on; 0 past ``limit`` rows (EDGE), ``width`` columns (NARROW)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    # heads and far rows may lie 2^31 elements apart; inside a tile 32 bits do (see rows_of), and take half the registers
+    # Heads and far rows may be 2^31 elements apart. Inside a tile 32 bits suffice (see rows_of), in half the registers.
     start = (
         x.start
         + tl.cast(batch, tl.int64) * x.batch
@@ -150,7 +151,7 @@ def tile_rows(
 def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0):
     """(addresses, whether they are inside) of a tile that is read or written when the loops are over.
 
-    In 64 bits and counted from ``first``: were they the numbers of ``tile_rows``, the compiler would keep those in registers meanwhile.
+    The addresses have 64 bits and count from ``first``. With those of ``tile_rows`` the compiler would keep registers.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     start = (
@@ -177,9 +178,9 @@ def tile_rows_again(
     CACHE: tl.constexpr,
     SKIP: tl.constexpr = 0,
 ):
-    """The same rows in float32, read once more: keeping them in registers from one use to the next would cost their room.
+    """The same rows in float32, loaded again: keeping them between uses would take registers.
 
-    CACHE: ".cg" or ".ca", where to look for them; each use has another, or the compiler would see that it is the same load.
+    CACHE: ".cg" or ".ca", the cache to load from. Each use has another one, or the compiler would merge the loads.
     """
     place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH, SKIP)
     return tl.load(place, mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
@@ -203,7 +204,10 @@ def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def visible_keys(t, edges, sizes, traits: tl.constexpr):
-    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end; or lo and hi."""
+    """[lo, hi): the keys that query t < T may see, none if hi <= lo.
+
+    edges (2, T): the first key and the end of each query's document, or lo and hi.
+    """
     position = t + (sizes.keys - sizes.queries)
     lo = t * 0
     if traits.packed:
@@ -213,7 +217,7 @@ def visible_keys(t, edges, sizes, traits: tl.constexpr):
     elif traits.causal:
         hi = position + 1 - traits.strict
     elif traits.chunked:
-        # division rounds towards zero, which differs from floor for positions before key 0 only; they see nothing either way
+        # Division rounds towards zero. It differs from floor only for positions before key 0, which see nothing anyway.
         hi = lo + (position - lo) // sizes.chunk * sizes.chunk
     elif traits.packed:
         hi = tl.load(edges + sizes.queries + t)
@@ -239,7 +243,7 @@ def between(s, lo, hi, traits: tl.constexpr):
 def visible_pairs(
     x, first, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr
 ):
-    """Which keys from ``first`` on the queries of a tile of scores x see: between lo and hi where the tile is CUT, and not padding.
+    """Which keys from ``first`` on a tile of scores x may use: those in [lo, hi) if the tile is CUT, without padding.
 
     Asked for one of both.
     """
@@ -475,8 +479,9 @@ def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
 class TileCall(NamedTuple):
     """A call's part that forward and backward share.
 
-    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise. key_mask (B, S) uint8. key_counts (B, S + 1)
-    int32: the keys before s that are no padding, for a count with a key mask (counting them tile by tile costs more registers than all else).
+    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise. key_mask (B, S) uint8.
+    key_counts (B, S + 1) int32: the number of real keys before s, for a count with a key mask (counting per tile would
+    take more registers than all else).
     edges: ``document_edges``.
     """
 
@@ -526,7 +531,7 @@ def capability_of(q: Tensor) -> tuple[int, int]:
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
-    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and what its inner loop has to do."""
+    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and its inner loop."""
     narrow = any(padded(x.shape[3]) != x.shape[3] for x in (q, v))
     crowded = traits.edged or traits.key_mask or traits.wide
     return tiling_of(

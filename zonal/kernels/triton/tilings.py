@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 class Tiling:
     """One choice of tile sizes: rows of queries, rows of keys, warps, and stages of loads in flight.
 
-    registers: what a thread may take; where nothing is said, the assembler may spill some to have room for one more block.
+    registers: the most a thread may take. By default the assembler may spill some to fit one more block.
     """
 
     queries: int
@@ -17,8 +17,9 @@ class Tiling:
     registers: int | None = None
 
 
-# by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length.
-# The largest tiles that stay in registers (see compile.py). On Hopper eight warps share 128 rows: with 64 they would repeat work.
+# By (kernel, bytes per element, padded width). A small table replaces a search at run time, and nothing depends on the
+# length. The tiles are the largest that stay in registers (see compile.py). On Hopper eight warps share 128 rows: with
+# 64 they would repeat work.
 _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 4, 3),
     ("forward", 2, 128): Tiling(128, 64, 8, 3),
@@ -74,8 +75,9 @@ def tiling_of(
 ) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries").
 
-    itemsize: bytes of an entry of q. width: the padded width of the heads. narrow: a head is narrower than that. crowded: besides scores and weights the
-    loop holds a key mask, a first key that moves, or weights that stay float32. wide: the last of these.
+    itemsize: bytes of an entry of q. width: the padded width of the heads. narrow: a head is narrower than that.
+    crowded: besides scores and weights the loop holds a key mask, a first key that moves, or weights that stay float32.
+    wide: the last of these.
     """
     key, old = (kernel, itemsize, width), capability < (9, 0)
     tables = [_TILINGS]
