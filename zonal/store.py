@@ -61,7 +61,7 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 
 def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
-    """What to say of a file or a folder that the operating system does not let be written."""
+    """The error for a file or folder that the operating system does not let the process write."""
     if error.errno in _FULL:
         return InsufficientSpaceError(
             f"{call}: no space left while writing {path}. Free some space and run again; nothing was half written."

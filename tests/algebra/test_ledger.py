@@ -487,9 +487,9 @@ def test_the_geometries_of_a_product_stand_in_its_ledger() -> None:
     assert "Euclidean + Topological distance" in names["rewa_topological"]
     assert ("gates" in names["rewa(gates=(0.0, 1.0, 2.0))"], "gates" in names["rewa"]) == (True, False)
     assert "weights a query" in names["rewa(adaptive=True)"]
-    assert "weights a head" in names["rewa"]
+    assert "weights per head" in names["rewa"]
     told = "\n".join(lines(mechanisms.resolve("rewa(gates=(0.0, 1.0, 2.0))")))
-    assert "each distance has a factor >= 0 a head, at the start 0, 1, 2" in told
+    assert "each distance has a factor >= 0 per head, initially 0, 1, 2" in told
 
 
 @pytest.mark.parametrize("name", mechanisms.names())

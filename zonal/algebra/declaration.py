@@ -107,12 +107,13 @@ class Declaration:
         return ()
 
     def settings(self) -> str:
-        """The fields that are not at their defaults, as they stand in its repr, for people; "" where all are."""
+        """The fields that differ from their defaults, as in its repr; "" if none does."""
         assert dataclasses.is_dataclass(self)
         defaults: dict[str, Any] = {}
         for kind in type(
             self
-        ).__mro__:  # of the first class that has a field: two kinds with equal values then read alike
+            # the default of the first class with the field, so that two types with equal values have equal texts
+        ).__mro__:
             defaults |= vars(kind)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
@@ -174,7 +175,7 @@ def _read(value: Any, key: str) -> Any:
 
 
 def row(*values: float) -> Tensor:
-    """A learnable column of one value a head group, in float32."""
+    """Initial values of a parameter, one per head group, in float32."""
     return torch.tensor(values, dtype=torch.float32)
 
 

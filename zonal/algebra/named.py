@@ -1,4 +1,4 @@
-"""Operators by their specs, for calls that stand below the mechanisms which specs name."""
+"""Operators by their specs, for modules that mechanisms import and that therefore cannot import them."""
 
 from collections.abc import Callable
 

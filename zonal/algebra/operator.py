@@ -125,7 +125,7 @@ class Operator(nn.Module):
             if not isinstance(value, kind):
                 raise ArgumentError(
                     f"Operator: a {kind.__name__.lower()} is required, received {value!r}. "
-                    f"See zonal.{kind.__name__.lower()} for what there is."
+                    f"See zonal.{kind.__name__.lower()} for the choices."
                 )
         self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()

@@ -119,7 +119,7 @@ class ALiBi(Prior):
                 "restriction",
                 "prior",
                 "positions",
-                "evidence falls exponentially with the distance of positions, at a fixed rate a head",
+                "evidence falls exponentially with the distance of positions, at a fixed rate per head",
                 (_SEPARABLE,),
             ),
         )

@@ -1,7 +1,4 @@
-"""Finite feature maps of kernels: phi_q(q) . phi_k(k), so that sums over keys can be kept instead of keys.
-
-Exact ones, random ones, learned ones.
-"""
+"""Finite feature maps of kernels, phi_q(q) . phi_k(k): exact, random and learned. Sums over keys replace the keys."""
 
 from typing import Any
 

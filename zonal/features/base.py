@@ -1,9 +1,9 @@
-"""What every feature map has in common: phi_q(q) . phi_k(k) stands for a kernel, and sums over keys stand for keys.
+"""Base class of feature maps: phi_q(q) . phi_k(k) approximates a kernel, and sums over keys replace the keys.
 
-A map is a frozen declaration. What it has to draw, choose or learn is made once, by ``prepare``, as a plain dict of
-tensors with one row a head. A module registers them (``learned`` names the parameters, the rest are buffers), so that
-they are saved with the model and never drawn again. The same seed gives the same numbers on every device and for every
-type.
+A map is a frozen declaration. ``prepare`` makes everything that it draws, chooses or learns, once, as a dict of tensors
+with one row per head. A module registers them (``learned`` names the parameters, the rest are buffers), so that they
+are saved with the model and never drawn again. The same seed gives the same numbers on every device and for every
+dtype.
 """
 
 import abc
@@ -26,12 +26,11 @@ NONE: Buffers = MappingProxyType({})
 
 
 class Claim(NamedTuple):
-    """What is known of phi_q . phi_k against ``kernel(x)``.
+    """What is known of phi_q . phi_k compared with ``kernel(x)``.
 
-    kind: ``exact`` up to rounding; ``unbiased`` over seeds; ``biased``: ``kernel`` is only what it tends to, or what it
-    was fitted to;
-    ``learned``: no kernel is claimed. text: why. error: the largest error relative to the kernel that is meant, where
-    it is known.
+    kind: ``exact`` up to rounding; ``unbiased`` over seeds; ``biased``: ``kernel`` is only the limit or the fitted
+    target; ``learned``: no kernel is claimed.
+    text: the reason. error: the largest error relative to the target kernel, where known.
     """
 
     kind: Literal["exact", "unbiased", "biased", "learned"]
@@ -41,12 +40,9 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some.
+    """The source of numbers for ``prepare``: a seed, and keys for maps that use them, in float64 on the CPU.
 
-    Everything is float64 on the CPU.
-
-    stand_in: random directions take the place of keys that are not there, for the shapes of what would be chosen from
-    them.
+    stand_in: use random directions for missing keys, to get the right shapes.
     """
 
     seed: int
@@ -75,9 +71,7 @@ class Source:
         return self.integers(name, 2, *shape).double() * 2 - 1
 
     def units(self, name: str, count: int, orthogonal: bool = False) -> Tensor:
-        """(H, count, d) unit vectors, uniform on the sphere; ``orthogonal``: in blocks of d that are orthogonal to one
-        another.
-        """
+        """Unit vectors (H, count, d), uniform on the sphere. orthogonal: orthogonal within blocks of d."""
         if not orthogonal:
             return torch.nn.functional.normalize(self.normal(name, self.heads, count, self.dim), dim=-1)
         blocks = -(-count // self.dim)
@@ -93,7 +87,7 @@ class Source:
         if self.keys is None or self.keys.shape[-2] < at_least:
             have = "none" if self.keys is None else f"{self.keys.shape[-2]}"
             raise ArgumentError(
-                f"{call}: at least {at_least} keys a head are required, received {have}. "
+                f"{call}: at least {at_least} keys per head are required, received {have}. "
                 "Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim)."
             )
         return self.keys
@@ -102,11 +96,10 @@ class Source:
 class FeatureMap(Declaration, abc.ABC, abstract=True):
     """phi_q and phi_k of a kernel. A subclass gives ``dimension``, ``flops``, ``claim``, ``kernel`` and ``__call__``.
 
-    Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads'
-    rows repeated.
-    ``unit``: the claim and the positivity hold for vectors of length one. ``learned``: names in ``prepare`` that are
-    trained.
-    ``chosen``: names in ``prepare`` that are taken from given keys.
+    Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). For grouped heads, repeat the rows of key heads
+    for queries.
+    ``unit``: the claim and the positivity hold for vectors of length one only. ``learned``: names in ``prepare`` that
+    are trained. ``chosen``: names in ``prepare`` that are taken from given keys.
     """
 
     slot: ClassVar[str] = "features"
@@ -159,7 +152,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         """phi(x), with a graph for x and for what is learned in ``buffers``."""
 
     def draw(self, source: Source) -> dict[str, Tensor]:
-        """The buffers in float64 (or int64), one row a head."""
+        """The buffers in float64 (or int64), one row per head."""
         return {}
 
     def prepare(
@@ -172,9 +165,9 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         device: torch.device | str = "cpu",
         keys: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Everything that the map draws, chooses or learns, (heads, …) each, for heads of size ``dim``.
+        """Everything that the map draws, chooses or learns, each (heads, …), for heads of size ``dim``.
 
-        keys: (N, dim) or (heads, N, dim), as the score prepares them; maps that choose landmarks from data require
+        keys: (N, dim) or (heads, N, dim), as the score prepares them. Maps that choose landmarks from data require
         them.
 
         Raises: ArgumentError for sizes that do not fit.
@@ -196,9 +189,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         }
 
     def start(self, dim: int, heads: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
-        """``prepare`` in float32 for a map that has seen no keys yet: what it would choose from them has its shape and
-        is NaN.
-        """
+        """``prepare`` in float32 for a map without keys: values to be chosen from keys have their shape and are NaN."""
         require(
             dim >= 1 and heads >= 1,
             f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.",

@@ -1,6 +1,4 @@
-"""How near the outputs of a feature map come to those of the kernel it stands for, and how near any map of its size
-could come.
-"""
+"""The error of a feature map's outputs relative to its kernel, and a lower bound of the error for maps of its size."""
 
 import math
 from collections.abc import Callable
@@ -43,11 +41,11 @@ class Sample(NamedTuple):
 
 
 def sample(kind: Inputs, heads: int, length: int, dim: int, seed: int, value_dim: int | None = None) -> Sample:
-    """Queries and keys of a known form, and independent normal values.
+    """Queries and keys of a known distribution, and independent normal values.
 
-    ``iid``: independent, uniform on the sphere. ``anisotropic``: the same after scaling the axes of a random frame,
-    which queries and keys share, by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 of one of the
-    keys up to its own place.
+    ``iid``: independent, uniform on the sphere. ``anisotropic``: the same, with the axes of a random frame, shared by
+    queries and keys, scaled by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 to a random key up to
+    its own position.
     """
     require(kind in INPUTS, f"sample: kind must be one of {', '.join(INPUTS)}, received {kind!r}.")
     require(dim >= 2, f"sample: dim must be >= 2, received {dim}.")
@@ -91,9 +89,9 @@ def kernel_fidelity(
     delta: float = 0.0,
     readout: Readout | None = None,
 ) -> OutputFidelity:
-    """``fidelity`` of kernel values (H, T, T) that were made some other way.
+    """``fidelity`` of kernel values (H, T, T) from another source.
 
-    readout: what both outputs (H, T, P) go through before they are compared.
+    readout: applied to both outputs (H, T, P) before they are compared.
     """
     read = readout or (lambda y: y)
     x = (data.q @ data.k.mT).clamp(-1, 1)
@@ -108,11 +106,10 @@ def kernel_fidelity(
 def fidelity(
     features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0
 ) -> OutputFidelity:
-    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v.
+    """The error of row-normalised outputs of ``features`` relative to those of ``kernel`` on the same q, k, v.
 
-    Dense, (H, T, T): T up to a few thousand.
-
-    Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
+    Dense, (H, T, T): for T up to a few thousand. Nothing is clamped, so a row that a signed map spoils shows in the
+    error and in ``unsafe``.
     """
     return kernel_fidelity(feature_kernel(features, buffers, data), data, kernel, causal=causal, delta=delta)
 
@@ -123,12 +120,11 @@ def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: R
 
 
 def mercer_bound(kernel: Link, dim: int, size: int) -> float:
-    """The least root mean square error of the kernel, relative to its root mean square, over all maps of ``size``
-    features that do not look at the data.
+    """The smallest relative RMS error of the kernel over all maps of ``size`` features that do not depend on data.
 
-    For independent uniform unit vectors: the eigenfunctions are the harmonics, the eigenvalue of degree n is E k(x)
-    R_n(x) with multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. A bound on the kernel, which
-    outputs follow closely.
+    For independent uniform unit vectors, the eigenfunctions are the harmonics. The eigenvalue of degree n is E k(x)
+    R_n(x) with multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. The bound is on the kernel;
+    errors of outputs follow it closely.
     """
     require(
         dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}."

@@ -15,9 +15,7 @@ _BINS = 4096
 
 
 class SquareFit(NamedTuple):
-    """A fitted link, and its root mean square error relative to the kernel's root mean square under the weights of the
-    fit.
-    """
+    """A fitted link, and its RMS error relative to the kernel's RMS under the weights of the fit."""
 
     link: PolynomialSquare
     error: float
@@ -26,10 +24,8 @@ class SquareFit(NamedTuple):
 def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
     """Nodes x and weights of E f(u . v) for u, v independent and uniform on the sphere in R^dim, dim >= 2.
 
-    Both (points,) float64.
-
-    The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, smooth enough for equal steps in
-    theta.
+    Both are (points,) in float64. The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, which
+    is smooth enough for equal steps in theta.
     """
     require(dim >= 2, f"uniform_angles: dim must be >= 2, received {dim}.")
     theta = (torch.arange(points, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / points)
@@ -38,9 +34,9 @@ def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
 
 
 def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of a (weighed) sample of q .
+    """Nodes and weights of a weighted sample of q . k in [-1, 1].
 
-    k in [-1, 1]: bins of equal width, each at the mean of what fell into it.
+    Bins have equal width, and each node is the mean of the sample in its bin.
     """
     x = angles.detach().flatten().double().clamp(-1, 1)
     share = torch.ones_like(x) if weights is None else weights.detach().flatten().double()
@@ -63,10 +59,10 @@ def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) 
 
 
 def row_weights(kernel: Link, x: Tensor, causal: bool = True) -> Tensor:
-    """1 / (sum of the row)^2 for kernel scores x (…, T, S), 0 for keys not seen: ``fit_square`` then fits rows after
-    their normalisation.
+    """1 / (sum of the row)^2 for kernel scores x (…, T, S), 0 for hidden keys, as weights for ``fit_square``.
 
-    Without it the few rows with the largest kernel values decide everything, and all rows count alike in the output.
+    The fit then minimises the error of normalised rows, where all rows have equal influence. Without these weights, a
+    few rows with the largest kernel values dominate.
     """
     value = kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
     visible = torch.ones_like(x).tril() if causal else torch.ones_like(x)
@@ -82,10 +78,10 @@ def fit_square(
     Args:
         kernel: a link without learned parts, such as Yat(eps=1.0).
         degree: of the whole polynomial: 2, 4 or 6.
-        dim: weigh x as it falls for independent uniform unit vectors in R^dim.
-        angles: weigh x as it falls in this sample of q . k. One of ``dim`` and ``angles`` is required.
-        weights: of each of ``angles``; ``row_weights`` for attention that divides by the sum of the row. Default: all
-            alike.
+        dim: weight x by its density for independent uniform unit vectors in R^dim.
+        angles: weight x by this sample of q . k. Exactly one of ``dim`` and ``angles`` is required.
+        weights: of each of ``angles``. Use ``row_weights`` for attention that divides by the sum of the row. Default:
+            equal.
 
     Raises: ArgumentError for other degrees, signed kernels, both or neither of ``dim`` and ``angles``.
     """
@@ -106,7 +102,7 @@ def fit_square(
     wanted = wanted / scale
     powers = torch.stack([x**j for j in range(degree // 2 + 1)], -1)
     root = weight.sqrt()
-    # the floor enters linearly, so the bound c >= 0 is either met by the best c or stands at c = 0
+    # the floor enters linearly, so the bound c >= 0 either holds for the best c or gives c = 0
     searches = [
         _search(powers, root, wanted, start, floor)
         for start in _starts(powers, root, wanted, x)

@@ -1,4 +1,4 @@
-"""Two maps made one: phi_left ⊗ phi_right and its cheaper stand-ins, for the product of their kernels."""
+"""Products of two maps, phi_left ⊗ phi_right or cheaper substitutes, for the product of their kernels."""
 
 import abc
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
 
 @dataclass(frozen=True)
 class TensorProduct(Fused):
-    """phi = phi_left ⊗ phi_right, all m_left · m_right products: the product of the two kernels, as good as its
+    """phi = phi_left ⊗ phi_right with all m_left · m_right products: the product of both kernels, as exact as its
     factors.
     """
 
@@ -97,9 +97,9 @@ class TensorProduct(Fused):
 class Hadamard(Fused):
     """phi_i = sqrt(m) phi_left,i phi_right,i, for two maps of m features that are independent draws of one form each.
 
-    Unbiased for the product of kernels when each feature of both maps is unbiased on its own and they are independent
-    of each other (random Maclaurin with positive random features); it has m terms where the tensor product has m^2, so
-    more variance.
+    Unbiased for the product of kernels if each feature of both maps is unbiased on its own and the maps are independent
+    (random Maclaurin with positive random features). It has m terms where the tensor product has m^2, and therefore a
+    larger variance.
 
     Raises: ArgumentError for maps of different sizes, when the sizes are known.
     """
@@ -126,8 +126,9 @@ class Hadamard(Fused):
 
 @dataclass(frozen=True)
 class Sketched(Fused):
-    """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution: unbiased, and signed even when both
-    maps are not.
+    """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution.
+
+    It is unbiased, and signed even for two nonnegative maps.
     """
 
     size: int = 64
@@ -203,7 +204,7 @@ class SharedHadamard(FeatureMap):
         return (2 * self.s * x).exp() * self.factor(x)
 
     def factor(self, x: Tensor) -> Tensor:
-        """What stands in the place of x^2: (1 + m)^2 + 2 x^2 + 4 m x."""
+        """The kernel in place of x^2: (1 + m)^2 + 2 x^2 + 4 m x."""
         m = 2 * self.s * (1 + x).square()
         return (1 + m).square() + 2 * x.square() + 4 * m * x
 

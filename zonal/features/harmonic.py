@@ -1,7 +1,7 @@
-"""Harmonics: R_k(q . k) of unit vectors as a dot product of as many numbers as there are harmonics of degree k.
+"""Harmonics: R_k(q . k) of unit vectors as a dot product with one number per harmonic of degree k.
 
-The kernel R_k has rank N_k on the sphere, so that Nyström's features at N_k points or more, (R_k(x . p_i))_i Λ^(-1/2)
-with V Λ V^T = R_k(p_i . p_j), are exact.
+The kernel R_k has rank N_k on the sphere. Nyström features at N_k points or more, (R_k(x . p_i))_i V Λ^(-1/2) with V Λ
+V^T = R_k(p_i . p_j), are therefore exact.
 """
 
 import functools
@@ -17,13 +17,11 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class Harmonics(FeatureMap):
-    """phi(x) = [1, x, H_2(x), …, H_n(x)] for unit x in R^d, d >= 2, with H_k(q) . H_k(k) = R_k(q .
+    """phi(x) = [1, x, H_2(x), …, H_n(x)] for unit x in R^d, d >= 2, with H_k(q) . H_k(k) = R_k(q . k).
 
-    k); nothing for x = 0. Nothing to prepare; both sides are alike.
-
-    A zonal polynomial sum_k a_k R_k is positive definite on the sphere where all a_k >= 0, and then the dot product of
-    sqrt(a_k) H_k: ``weights`` finds the a_k of a polynomial, ``scale`` repeats numbers over the features of each
-    degree.
+    x = 0 gives zeros. There is nothing to prepare, and queries and keys have the same map. A zonal polynomial sum_k a_k
+    R_k is positive definite on the sphere if all a_k >= 0. It is then the dot product of sqrt(a_k) H_k: ``weights``
+    finds the a_k of a polynomial, and ``scale`` repeats numbers over the features of each degree.
     """
 
     degree: int
@@ -35,7 +33,7 @@ class Harmonics(FeatureMap):
         """How many features each degree has."""
         require(
             dim >= 2,
-            "Harmonics: vectors of at least two numbers are required (those of one have no angle), received a size "
+            "Harmonics: vectors of at least two numbers are required (a single number has no angle), received a size "
             f"of {dim}.",
         )
         return tuple(gegenbauer.harmonic_dimension(k, dim - 1) for k in range(self.degree + 1))
@@ -84,8 +82,9 @@ def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
-    """Points (2 N_k, d) in general position, twice as many as are needed for the sake of conditioning, and V Λ^(-1/2)
-    (2 N_k, N_k), float64.
+    """Points (2 N_k, d) in general position, and V Λ^(-1/2) (2 N_k, N_k), float64.
+
+    Twice as many points as needed give a good condition number.
     """
     with torch.inference_mode(False), torch.no_grad():
         points = Source(0, dim, 1, None).units(f"harmonics {k}", 2 * size)[0]

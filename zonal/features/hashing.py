@@ -1,8 +1,8 @@
-"""Codes of points for the hash tables of ``hashing.LSH``: numbers that near points share more often than far ones, by
-the family of each space.
+"""Hash codes of points for ``hashing.LSH``: near points share them more often than distant ones.
 
-SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w
-+ u)/r) of x and y, w ~ N(0, I / D), are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
+SimHash: the sign of x.w, w ~ N(0, I), is equal for two vectors with probability 1 - angle / pi. Grid: for w ~ N(0, I /
+D) and u uniform on [0, r), the cells floor((x.w + u)/r) of x and y are equal with probability (1 - |(x - y).w| / r)_+
+over u.
 """
 
 import functools
@@ -120,9 +120,11 @@ def hashing_refusal(score: Score) -> str | None:
 
 
 def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False) -> Tensor:
-    """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width``
-    numbers of which, the last, are the point. The first is zero for all: its bucket has every key. native: float32 on
-    the CPU, with the compiled kernel."""
+    """Codes (B, H, 1 + tables, tokens), int32 below ``CODES``, of prepared queries or keys (B, H, tokens, …).
+
+    The last ``width`` numbers of a query or key are the point. The first code is zero for all: its bucket has every
+    key. native: float32 on the CPU, with the compiled kernel.
+    """
     x = x.detach()[..., x.shape[-1] - width :]
     functions = [simhash(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
     if native:

@@ -1,6 +1,4 @@
-"""Features from landmarks: squared products with anchors, Nystrom with a stable whitening, and a projection with its
-diagonal rest.
-"""
+"""Features from landmarks: squared products with anchors, stable Nystrom features, and a low-rank square."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,8 +18,9 @@ _CHOICES = ("random", "orthogonal", "kmeans")
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = 25) -> Tensor:
-    """Centres of ``points`` (N, d) by cosine, (count, d) unit vectors; a centre that loses its points takes the worst
-    served one.
+    """Cluster centres of ``points`` (N, d) by cosine: (count, d) unit vectors.
+
+    A centre without points moves to the point that is farthest from its own centre.
     """
     unit = torch.nn.functional.normalize(points, dim=-1)
     centres = unit[torch.randperm(len(unit), generator=generator)[:count]]
@@ -99,14 +98,15 @@ class Anchors(FeatureMap):
 
 @dataclass(frozen=True)
 class Nystrom(FeatureMap):
-    """phi(x) = K(x, A) U diag(lam)^-1/2 with K(A, A) = U diag(lam) U^T: the best map within the span of the landmarks
-    A. Signed.
+    """phi(x) = K(x, A) U diag(lam)^-1/2 with K(A, A) = U diag(lam) U^T: the best map in the span of landmarks A.
 
-    Eigenvalues below ``cutoff`` times the largest are left out (their features are 0): a whitening with (K +
-    ridge)^-1/2 instead amplifies rounding in the directions that the landmarks do not tell apart. Exact once A spans
-    the kernel's features.
+    Signed.
 
-    kernel_link: any link over q . k with nothing learned; x^2 by default.
+    Eigenvalues below ``cutoff`` times the largest give features of 0. Whitening with (K + ridge)^-1/2 instead would
+    amplify rounding in directions that the landmarks do not distinguish. The map is exact once A spans the features of
+    the kernel.
+
+    kernel_link: any link over q . k without learned parts; x^2 by default.
     """
 
     count: int
@@ -165,12 +165,11 @@ class Nystrom(FeatureMap):
 
 @dataclass(frozen=True)
 class LowRankSquare(FeatureMap):
-    """(x_P + b)^2 + (1 - |P q|^2)(1 - |P k|^2)/(d - r), x_P = P q .
+    """(x_P + b)^2 + (1 - |P q|^2)(1 - |P k|^2)/(d - r) with x_P = P q . P k.
 
-    P k: a squared affine kernel in r directions and the mean of x^2 over the rest.
-
-    P (r, d) has orthonormal rows: ``random``, or ``pca``: the leading directions of given keys. m = (r + 1)(r + 2)/2 +
-    1, one less for r = d, where it is (x + b)^2. Never negative on unit vectors.
+    This is a squared affine kernel in r directions, plus the mean of x^2 over the rest. It is never negative on unit
+    vectors. P (r, d) has orthonormal rows: ``random``, or ``pca`` for the leading directions of given keys. m = (r +
+    1)(r + 2)/2 + 1, and one less for r = d, where the kernel is (x + b)^2.
     """
 
     rank: int

@@ -14,11 +14,10 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class LearnedExp(FeatureMap):
-    """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained a head.
+    """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained per head.
 
-    Claims no kernel.
-
-    size: m, even. activation: ``softmax`` (bounded) or ``exp``. shared: one W for queries and keys.
+    It claims no kernel. size: m, even. activation: ``softmax`` (bounded) or ``exp``. shared: one W for queries and
+    keys.
 
     Source: Zhang et al. 2024 (Hedgehog).
     """
@@ -31,8 +30,8 @@ class LearnedExp(FeatureMap):
         require_whole("LearnedExp: size", self.size, 2, most=2**16)
         require(
             self.size % 2 == 0,
-            "LearnedExp: each projection comes with its negative; "
-            f"an even size >= 2 is required, received {self.size}.",
+            "LearnedExp: an even size >= 2 is required, because each projection is used with both signs, "
+            f"received {self.size}.",
         )
         require(
             self.activation in ("softmax", "exp"),
@@ -100,10 +99,10 @@ def distil(
     steps: int = 200,
     rate: float = 0.02,
 ) -> dict[str, Tensor]:
-    """Buffers whose learned parts have been trained so that the rows of phi_q . phi_k are those of ``kernel``(q . k).
+    """Buffers with learned parts trained so that rows of phi_q . phi_k match those of ``kernel``(q . k).
 
-    Minimises |W - W*|^2 / |W*|^2 over the weights of all rows with Adam, whose rate falls linearly to zero. q, k (B, H,
-    T, d) as the score prepares them.
+    Adam minimises |W - W*|^2 / |W*|^2 over the weights of all rows, with a rate that falls linearly to zero. q, k (B,
+    H, T, d) as the score prepares them.
 
     Raises: ArgumentError for a map without learned parts, NonFiniteError when the loss is not finite.
     """

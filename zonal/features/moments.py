@@ -32,7 +32,7 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise PathError(
-                "memory: sums of features are made again in backward and have no second derivative. "
+                "memory: sums of features are recomputed in backward and have no second derivative. "
                 "Use path='dense' where you need create_graph=True."
             )
         k, v = ctx.saved_tensors

@@ -18,11 +18,10 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Polynomial(FeatureMap):
-    """phi_q . phi_k = sum_k c_k x^k, exactly: symmetric powers, with the coefficients on the query's side.
+    """phi_q . phi_k = sum_k c_k x^k exactly, by symmetric powers, with the coefficients in phi_q.
 
-    Powers whose coefficient is zero take no features: m = sum of C(d + k - 1, k) over the others. ``anywhere``:
-    positivity is promised for vectors of any length, not only for unit vectors (what is checked is the polynomial's
-    minimum).
+    Powers with coefficient zero have no features: m = sum of C(d + k - 1, k) over the others. anywhere: promise
+    positivity for vectors of any length and not only for unit vectors (the minimum of the polynomial is checked).
 
     Raises: ArgumentError for degrees other than 1 to 6.
     """

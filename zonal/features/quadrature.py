@@ -1,8 +1,7 @@
-"""1/y = int_0^inf e^(-s y) ds as a finite sum of exponentials on [eps, 4 + eps], where y = 2 + eps - 2 x and x in [-1,
-1].
+"""1/y = int_0^inf e^(-s y) ds as a finite sum of exponentials, for y = 2 + eps - 2 x in [eps, 4 + eps], x in [-1, 1].
 
-``laguerre`` are the Gauss-Laguerre nodes of SLAY: exact near x = 0, and at x = 1 off by (1 + eps)^(-2R). ``minimax``
-are the nonnegative nodes whose largest relative error over all x is least: 1.3% with 5 nodes at eps = 0.01, where
+``laguerre`` gives the Gauss-Laguerre nodes of SLAY: exact near x = 0, with error (1 + eps)^(-2R) at x = 1. ``minimax``
+gives the nonnegative nodes with the smallest maximum relative error over x: 1.3% with 5 nodes at eps = 0.01, where
 Laguerre needs 231.
 """
 
@@ -40,8 +39,8 @@ class Quadrature(NamedTuple):
 def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = None) -> Quadrature:
     """The nodes s_r and log w_r of a rule with ``count`` nodes for the Yat kernel of ``eps``.
 
-    Raises: ArgumentError for eps <= 0, counts out of range, a search that did not converge, or an error above
-    ``tolerance``; it says the error.
+    Raises: ArgumentError for eps <= 0, counts out of range, a search without convergence, or an error above
+    ``tolerance``, with its value.
     """
     require(
         eps > 0 and math.isfinite(eps), f"quadrature: eps must be > 0 (the kernel is unbounded at 0), received {eps}."
@@ -109,8 +108,9 @@ def _minimax(count: int, eps: float) -> Quadrature:
 
 
 def _least_squares(count: int, eps: float, least: float, most: float) -> Tensor:
-    """log nodes and log weights with a small mean square relative error, from nodes between least / (4 + eps) and most
-    / eps.
+    """log nodes and log weights with a small mean square relative error.
+
+    The initial nodes lie between least / (4 + eps) and most / eps.
     """
     y = _grid(eps, 400)
 

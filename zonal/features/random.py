@@ -12,15 +12,13 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 @dataclass(frozen=True)
 class PositiveRandom(FeatureMap):
-    """phi(u) = D^-1/2 exp(sqrt(2 s) w_i . u - s |u|^2), i = 1 … D: E phi(u) .
+    """phi(u) = D^-1/2 exp(sqrt(2 s) w_i . u - s |u|^2), i = 1 … D, with E phi(u) . phi(v) = e^(2 s u.v).
 
-    phi(v) = e^(2 s u.v) for vectors of any length.
+    This holds for vectors of any length. For unit vectors and independent w_i ~ N(0, I), the relative variance is (e^(4
+    s (1 + x)) - 1)/D, which grows exponentially with s.
 
-    The relative variance for unit vectors is (e^(4 s (1 + x)) - 1)/D with independent w_i ~ N(0, I): it explodes with
-    s.
-
-    draws: D. s: the scale. orthogonal: w_i in blocks of d that are orthogonal, with the lengths of Gaussian vectors.
-    antithetic: each w with -w, so D is even. learn: w is trained; the expectation then means nothing.
+    draws: D. s: the scale. orthogonal: w_i are orthogonal within blocks of d, with the lengths of Gaussian vectors.
+    antithetic: each w occurs with -w, so D is even. learn: w is trained; the expectation above no longer holds.
 
     Source: Choromanski et al. 2021; SLAY, eq. 9.
     """
@@ -89,11 +87,10 @@ class PositiveRandom(FeatureMap):
 
 @dataclass(frozen=True)
 class Fourier(FeatureMap):
-    """phi(x) = sqrt(2/D) [cos(W x), sin(W x)], W (D/2, d) ~ N(0, 1/width^2): E phi(u) .
+    """phi(x) = sqrt(2/D) [cos(W x), sin(W x)], W (D/2, d) ~ N(0, 1/width^2): random Fourier features of a Gaussian.
 
-    phi(v) = exp(-|u - v|^2 / (2 width^2)).
-
-    Signed: values may be negative though the Gaussian is not. On unit vectors the kernel is e^(-(1 - x)/width^2).
+    E phi(u) . phi(v) = exp(-|u - v|^2 / (2 width^2)). Signed: single values may be negative. On unit vectors the kernel
+    is e^(-(1 - x)/width^2).
 
     Raises: ArgumentError for an odd number of features. Source: Rahimi and Recht 2007.
     """
@@ -145,11 +142,9 @@ class Fourier(FeatureMap):
 
 @dataclass(frozen=True)
 class RandomMaclaurin(FeatureMap):
-    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r: E phi(u) . phi(v) = (u . v)^degree.
+    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r. Signed.
 
-    Signed.
-
-    Source: Kar and Karnick 2012; SLAY, appendix C.
+    E phi(u) . phi(v) = (u . v)^degree. Source: Kar and Karnick 2012; SLAY, appendix C.
     """
 
     size: int
@@ -187,8 +182,9 @@ class RandomMaclaurin(FeatureMap):
 
 
 def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
-    """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets: (…, H, T, d) with (H, d) -> (…,
-    H, T, size).
+    """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets.
+
+    x (…, H, T, d), bucket and sign (H, d) -> (…, H, T, size).
     """
     signed = x * sign.unsqueeze(-2)
     return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(
@@ -208,11 +204,9 @@ def convolve(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorSketch(FeatureMap):
-    """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x: E phi(u) . phi(v) = (u .
+    """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x. Signed.
 
-    v)^degree, exactly unbiased. Signed.
-
-    Source: Pham and Pagh 2013.
+    E phi(u) . phi(v) = (u . v)^degree exactly. Source: Pham and Pagh 2013.
     """
 
     size: int

@@ -1,7 +1,4 @@
-"""A feature map as the score of an operator: S_ts = phi_q(q_t) .
-
-phi_k(k_s), over which the link identity is the map's kernel.
-"""
+"""A feature map as the score of an operator: S_ts = phi_q(q_t) . phi_k(k_s). With link identity, K is its kernel."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -22,19 +19,19 @@ from zonal.kernels import transforms
 class Features(Score):
     """S_ts = phi_q(q_t) .
 
-    phi_k(k_s) for q and k, or for their unit vectors where the map is made for those (``features.unit``).
+    phi_k(k_s), for q and k or for their unit vectors if the map requires them (``features.unit``).
 
-    dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it,
-    and what is learned can be trained. None = left open: a layer fills in its own, and a bare call takes the start that
-    ``seed`` gives for the size it meets.
-    heads: how many key heads have numbers of their own (1 = all share them). seed: of what is drawn; None = each layer
-    draws its own as it draws its weights, and without a layer it is 0. scaled: q and k are divided by D^(1/4), so that
-    the map's q.k is q.k / sqrt(D). temperature: what the score is divided by. What a map chooses from keys (k-means,
-    principal directions) is missing until ``Operator.fit``.
+    dim: size of a head. The map draws its numbers for this size; they belong to the operator, are saved with it, and
+    its learned parts can be trained. None = open: a layer fills in its own size, and a bare call uses the initial
+    numbers of ``seed`` for the size it meets.
+    heads: number of key heads with their own numbers (1 = shared by all). seed: of random numbers; None = each layer
+    draws its own, and without a layer it is 0. scaled: divide q and k by D^(1/4), so that the map's q.k is q.k /
+    sqrt(D). temperature: divides the score. Numbers that a map chooses from keys (k-means, principal directions) are
+    missing until ``Operator.fit``.
 
-    Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all
-    features of a vector underflow (asked on a CPU); InsufficientMemoryError for features of all tokens that do not fit
-    into memory.
+    Raises: ArgumentError for vectors of another size than dim, before a required ``Operator.fit``, or if all features
+    of a vector underflow (checked on the CPU); InsufficientMemoryError if the features of all tokens do not fit into
+    memory.
     """
 
     bilinear: ClassVar[bool] = True
@@ -117,9 +114,9 @@ class Features(Score):
         return self._standing(self.features.key(self._ready(k), self._numbers(k, params)))
 
     def _standing(self, phi: Tensor) -> Tensor:
-        """Features as they are, once none of the vectors of a positive map has lost all of them to underflow.
+        """The features, after a check that no vector of a positive map has lost all of them to underflow.
 
-        Asked where the answer costs no wait.
+        The check runs only where it does not wait for a device.
         """
         asked = (
             self.features.nonnegative

@@ -8,11 +8,10 @@ MAX_DEGREE = 6
 
 
 def feature_map(link: Link) -> SymmetricPowers | None:
-    """The exact feature map of a link over a bilinear score, or None where there is none of finite size: it gives no
-    ``degree`` up to ``MAX_DEGREE``, or no ``monomials``.
+    """The exact feature map of a link over a bilinear score, or None if no finite one is known.
 
-    The link is then sum_k c_k x^k with c = ``link.monomials(coefficients)``, and l(q.k) = sum_k c_k Sym_k(q) .
-    Sym_k(k).
+    A link has one if it gives a ``degree`` up to ``MAX_DEGREE`` and ``monomials``. It is then sum_k c_k x^k with c =
+    ``link.monomials(coefficients)``, and l(q.k) = sum_k c_k Sym_k(q) . Sym_k(k).
     """
     if link.degree is None or link.degree > MAX_DEGREE or type(link).monomials is Link.monomials:
         return None
@@ -20,10 +19,10 @@ def feature_map(link: Link) -> SymmetricPowers | None:
 
 
 def harmonics(link: Link) -> Harmonics | None:
-    """The exact map of a polynomial link over cosines whose dot product is symmetric, as the kernel among keys is to
-    be, or None where there is none.
+    """The exact map of a polynomial link over cosines with a symmetric dot product, or None.
 
-    Degrees that learn have none: at a whole number the weight of the next harmonic is 0, and its root has no gradient.
+    The kernel among keys must be symmetric. Links with learned degrees have no such map: at a whole number the weight
+    of the next harmonic is 0, and its square root has no gradient.
     """
     found = feature_map(link)
     if found is None or link.linear or not link.fixed_degree:

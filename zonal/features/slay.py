@@ -1,6 +1,4 @@
-"""SLAY: the spherical Yat kernel through quadrature nodes, a polynomial factor and positive random features, with every
-published choice.
-"""
+"""SLAY: the spherical Yat kernel by quadrature nodes, a polynomial factor and positive random features."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,20 +27,20 @@ class Slay(FeatureMap):
     """phi(u) = [sqrt(w_r) S(phi_poly(u) ⊗ phi_PRF(u; s_r))]_r for x^2/(2 + eps - 2x) ~ sum_r w_r x^2 e^(2 s_r x).
 
     Args:
-        eps: of the Yat kernel. nodes: R. rule: ``laguerre`` (the paper) or ``minimax``. tolerance: the largest
-            quadrature error accepted.
+        eps: of the Yat kernel. nodes: R. rule: ``laguerre`` (the paper) or ``minimax``. tolerance: the largest accepted
+            quadrature error.
         polynomial: the map of x^2: Anchors(P) (the paper's default), square(), Nystrom, TensorSketch, RandomMaclaurin;
             None leaves the factor out ("Laplace only", the kernel 1/(2 + eps - 2x)).
-        draws: D random features a node. orthogonal, antithetic, learn: of these.
+        draws: number of random features per node, D. orthogonal, antithetic, learn: options of the random features.
         fusion: ``tensor`` (all products), ``sketch`` (a count sketch of them, in ``sketch_size`` numbers), ``hadamard``
-            (index by index), ``shared`` (index by index with the projections of the random features as anchors;
+            (index by index), ``shared`` (index by index, with the projections of the random features as anchors;
             ``polynomial`` is not used).
-        anew: each node draws polynomial features of its own; the paper's algorithm 1 makes them once, for all nodes.
+        anew: each node draws its own polynomial features; the paper's algorithm 1 draws them once for all nodes.
 
-    m = R · (P D, D or sketch_size). Source: SLAY (paper 001), eqs. 8-10; what was found about it: docs/slay.md.
+    m = R · (P D, D or sketch_size). docs/slay.md has measurements.
 
-    Raises: ArgumentError for eps <= 0, a quadrature that misses ``tolerance`` (it says the error), sizes that do not
-    fit the fusion.
+    Raises: ArgumentError for eps <= 0, a quadrature error above ``tolerance`` (with its value), and sizes that do not
+    fit the fusion. Source: SLAY (paper 001), eqs. 8-10.
     """
 
     eps: float = 0.01
@@ -71,8 +69,9 @@ class Slay(FeatureMap):
 
     @staticmethod
     def preset(scale: str) -> "Slay":
-        """``small``, ``medium`` or ``large``: R = 2 and D = P = 8, 16, 32, as in the paper's table 10; change the rest
-        with ``dataclasses.replace``.
+        """The paper's ``small``, ``medium`` or ``large`` (table 10): R = 2 and D = P = 8, 16, 32.
+
+        Change other fields with ``dataclasses.replace``.
         """
         if scale not in _PRESETS:
             raise unknown_name("Slay.preset", "scale", scale, _PRESETS)
@@ -147,8 +146,8 @@ class Slay(FeatureMap):
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         used = self.rule_used
-        # the exponential and its weight in one exponent; what is left of a node is its kernel at s = 0, except for
-        # shared draws
+        # the exponential and its weight in one exponent; the rest of a node is its kernel at s = 0, except for shared
+        # draws
         return torch.stack(
             [
                 (log_w + 2 * s * x).exp() * self._factor(x, dim, s)

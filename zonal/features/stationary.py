@@ -22,17 +22,17 @@ class Stationary(FeatureMap):
 
     ``gaussian``   kappa(x) = exp(-|x|^2 / (2 width^2));
     ``laplacian``  kappa(x) = exp(-|x|_1 / width), with the sum of absolute values;
-    ``matern``     kappa(x) = e^-r, (1 + r) e^-r or (1 + r + r^2/3) e^-r, r = sqrt(2 nu) |x| / width, for smoothness nu
-    = 1/2, 3/2 or 5/2.
+    ``matern``     kappa(x) = e^-r, (1 + r) e^-r or (1 + r + r^2/3) e^-r, r = sqrt(2 nu) |x| / width, nu = 1/2, 3/2,
+    5/2.
 
-    Each is a mixture of Gaussians: its frequencies are w = z * s / width, z ~ N(0, I) and s a random scale (1;
-    Cauchy's, a coordinate; Student's, a draw). Then, for a positive map, phi_i(x) = D^-1/2 exp(w_i . x - |s_i * x|^2 /
-    width^2), and else phi(x) = sqrt(2/D) [cos(W x), sin(W x)] with D/2 frequencies, whose kernel values may be negative
-    though kappa is not.
+    Each kernel is a mixture of Gaussians with frequencies w = z * s / width, z ~ N(0, I). The random scale s is 1 for
+    the Gaussian kernel, Cauchy per coordinate for the Laplacian, and Student per draw for Matérn. A positive map is
+    phi_i(x) = D^-1/2 exp(w_i . x - |s_i * x|^2 / width^2). Otherwise phi(x) = sqrt(2/D) [cos(W x), sin(W x)] with D/2
+    frequencies, whose kernel values may be negative.
 
-    size: D. width: None = sqrt(d), at which vectors of unit variance are about one width apart. orthogonal: z in blocks
-    that are orthogonal. learn: W is trained, and kappa is then only the start. Heavy scales make a positive map of the
-    Laplacian or Matérn kernel poor: where u . v > 0 its variance is infinite.
+    size: D. width: None = sqrt(d), so that vectors of unit variance are about one width apart. orthogonal: z are
+    orthogonal within blocks. learn: W is trained, and kappa is only the initial kernel. Positive maps of the Laplacian
+    and Matérn kernels are poor: where u . v > 0, heavy-tailed scales give infinite variance.
 
     Raises: ArgumentError for unknown kernels and sizes that do not fit. Source: Rahimi and Recht 2007; positive:
     Choromanski et al. 2021, applied to each Gaussian of the mixture.

@@ -1,11 +1,11 @@
 """Symmetric powers: Sym_k(q) . Sym_k(k) = (q . k)^k with C(d + k - 1, k) numbers instead of d^k.
 
-An entry of Sym_k(x) is sqrt(k! / a!) x^a, one for each multi-index a with |a| = k. Coefficients of a polynomial stand
-on the query's side only, so a sum over keys never depends on what a link has learned.
+An entry of Sym_k(x) is sqrt(k! / a!) x^a, one for each multi-index a with |a| = k. Coefficients of a polynomial are
+applied to queries only, so a sum over keys never depends on what a link has learned.
 
-No gathers: indices over d^k entries cost more than the arithmetic. Degree two is packed by cyclic distance, x_i x_{(i +
-j) mod d} for j = 0 … d/2, which is one product of x with a strided view of itself. Higher degrees multiply x_i with the
-tail of the degree below that starts at i, which is contiguous in the order used here.
+There are no gathers, because indices over d^k entries cost more than the arithmetic. Degree two is packed by cyclic
+distance, x_i x_{(i + j) mod d} for j = 0 … d/2, which is one product of x with a strided view of itself. Higher degrees
+multiply x_i with the tail of the degree below that starts at i, which is contiguous in the order used here.
 """
 
 import functools
@@ -22,11 +22,10 @@ from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
 
 @dataclass(frozen=True)
 class SymmetricPowers(FeatureMap):
-    """phi(x) = [Sym_lowest(x), …, Sym_degree(x)], lowest 0 or 1; the kernel is sum_k x^k, other coefficients come from
-    ``scale``.
+    """phi(x) = [Sym_lowest(x), …, Sym_degree(x)], lowest 0 or 1, with the kernel sum_k x^k.
 
-    phi(x) (…, m) with m = C(d + degree, degree), one less when the constant is left out. Nothing to prepare; both sides
-    are alike.
+    ``scale`` gives other coefficients. phi(x) is (…, m) with m = C(d + degree, degree), one less without the constant.
+    There is nothing to prepare, and queries and keys have the same map.
     """
 
     degree: int

@@ -1,4 +1,4 @@
-"""Cosine attention, y_t = sum_s exp(cos(q_t, k_s) / tau) v_s / sum_s exp(cos(q_t, k_s) / tau), tau learned a head.
+"""Cosine attention, y_t = sum_s exp(cos(q_t, k_s) / tau) v_s / sum_s exp(cos(q_t, k_s) / tau), tau learned per head.
 
 Cost: T S (D + P) multiply-adds; memory of a decoder: all keys and values. Paper: Henry et al. 2020.
 """
@@ -19,7 +19,7 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def cosine(temperature: float = 0.1, learn_temperature: bool = True, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
-    """exp(cos(q, k) / temperature), row-normalised; one learned temperature a head."""
+    """exp(cos(q, k) / temperature), row-normalised; one learned temperature per head."""
     return Operator(
         Cosine(temperature=temperature, learn_temperature=learn_temperature), Exp(), Row(), prior, name="cosine"
     )

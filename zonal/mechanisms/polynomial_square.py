@@ -1,6 +1,6 @@
 """Polynomial-square attention: K = p(x)^2 + c, x = cos(q, k), rows divided by their sum.
 
-It has m exact features, C(D + n, n) for degree n. Cost: T m P a head; memory of a decoder: m (P + 1) numbers a head.
+It has m exact features, C(D + n, n) for degree n. Cost: T m P per head; decoder memory: m (P + 1) numbers per head.
 The recommended forms follow from measurements on SLAY (docs/slay.md).
 """
 

@@ -116,7 +116,7 @@ def _layer_init(anchor: Anchor) -> LayerInit:
 def part_spec(part: Declaration) -> str:
     """A declaration as ``regime`` reads it: its name, with the arguments that are not at their defaults."""
     if isinstance(part, Features) and part == Features(part.features):
-        part = part.features  # a map's name stands for its score
+        part = part.features  # the name of a map means its score
     assert dataclasses.is_dataclass(part)
     fields = {
         field.name: getattr(part, field.name)

@@ -12,8 +12,8 @@ Make = TypeVar("Make", bound=Callable[..., Operator])
 class Mechanism(NamedTuple):
     """A named operator: what makes it, and what the documentation and the report say of it.
 
-    label: its name for people. line: what it does, in one line. weights, memory: their formulas a head, in TeX between
-    dollars. paths: those beside the dense one that run it.
+    label: its name for people. line: what it does, in one line. weights, memory: their formulas per head, in TeX
+    between dollars. paths: those beside the dense one that run it.
     """
 
     make: Callable[..., Operator]

@@ -1,6 +1,6 @@
 """Retention, y_t = sum_s rate^(t - s) (q_t.k_s / sqrt D) v_s: linear attention whose past fades.
 
-Cost: T D P a head; memory of a decoder: D P numbers a head, whatever the length.
+Cost: T D P per head; decoder memory: D P numbers per head at any length.
 Papers: retention (Sun et al. 2023), and the scalar-decay form of SSD (Dao & Gu 2024).
 """
 

@@ -1,7 +1,7 @@
 """Ridge retrieval, y = C P q with P = (G + rho I)^-1 over the keys seen so far, G = sum z z^T, C = sum v z^T.
 
-It returns the value stored with a key, less what the ridge takes. Cost: T r (r + P) a head; memory of a decoder: about
-2 r^2 + P r numbers a head. Paper: Echo (Koopman operators).
+It returns the value stored with a key, reduced by the ridge. Cost: T r (r + P) per head; decoder memory: about
+2 r^2 + P r numbers per head. Paper: Echo (Koopman operators).
 """
 
 from zonal.algebra import Operator

@@ -24,7 +24,7 @@ def plan(
 ) -> PlanAnchor:
     require(
         rho is None or bounds is None,
-        f"{call}: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.",
+        f"{call}: give either rho (penalties) or bounds (a range), received rho={rho}, bounds={bounds}.",
     )
     if bounds is not None:
         require(

@@ -30,7 +30,7 @@ def made(
 
     Args:
         given: parameters that the caller has chosen. hidden: those that a spec may not name either.
-        read: what a literal stands for, where it is not itself.
+        read: the value of a literal, where it is not the literal itself.
 
     Raises: ArgumentError naming the valid names or arguments, and the nearest.
     """

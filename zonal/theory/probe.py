@@ -325,7 +325,7 @@ class NormalForm:
 
     @property
     def scores(self) -> Tensor:
-        """The scores that it stands for, (..., T, S), without a mask."""
+        """The scores of this form, (..., T, S), without a mask."""
         return self.rows[..., None] + self.columns[..., None, :] + self.queries @ self.keys.mT
 
 

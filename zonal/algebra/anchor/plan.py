@@ -234,7 +234,7 @@ class PlanAnchor(Anchor, abstract=True):
             "asked for. Where the mask lets keys receive their masses at all: "
             "raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
             "temperature). Where it does not: give other masses (query_mass, key_mass) or use anchor.UnbalancedPlan. "
-            "on_limit='keep' takes what there is."
+            "on_limit='keep' takes the current plan."
         )
 
     def _implicit(
@@ -418,7 +418,7 @@ class UnbalancedPlan(PlanAnchor):
 
     def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         if not self.rho[0] or not self.rho[1]:
-            return g  # one side is met exactly, or not at all
+            return g  # one side is an exact constraint, or has no penalty
         # in float64: large rho magnify what rounding leaves
         sides = ((marginals.query, f, self.rho[0]), (marginals.key, g, self.rho[1]))
         # of the factors that the plan has beside its reference: a and b, or a / mu and b / nu

@@ -30,7 +30,7 @@ class Link(Declaration, abstract=True):
     log_space: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
-    """Whether what it declares a head is spread over any number of heads; else one number has to divide the other."""
+    """Whether values per head are spread over any number of heads; else one number must divide the other."""
 
     @property
     def positive(self) -> bool:

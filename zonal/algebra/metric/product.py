@@ -1,4 +1,4 @@
-"""A weighted sum of metrics, each on its own part of a vector, with weights that are learned a head."""
+"""A weighted sum of metrics, each on its own part of a vector, with weights learned per head."""
 
 import math
 from dataclasses import dataclass, replace
@@ -181,8 +181,8 @@ class Product(Metric):
                 Move(
                     "restriction",
                     "score",
-                    "weights a head",
-                    f"{each} has a weight > 0 a head, which is learned and the same for all queries",
+                    "weights per head",
+                    f"{each} has a weight > 0 per head, which is learned and the same for all queries",
                 )
             )
         else:
@@ -194,7 +194,7 @@ class Product(Metric):
                     "restriction",
                     "score",
                     "gates",
-                    f"{each} has a factor >= 0 a head, at the start {', '.join(f'{g:g}' for g in self.gates)}",
+                    f"{each} has a factor >= 0 per head, initially {', '.join(f'{g:g}' for g in self.gates)}",
                     (shut,),
                 )
             )

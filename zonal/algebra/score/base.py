@@ -322,7 +322,7 @@ class Dot(Score):
 class Cosine(Score):
     """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything, and no gradient.
 
-    learn_temperature: one temperature a head (kept positive through its logarithm).
+    learn_temperature: one temperature per head (kept positive through its logarithm).
     """
 
     bilinear: ClassVar[bool] = True
