@@ -1,6 +1,7 @@
-"""Wheels carry the CPU kernels of the library's own links, compiled, where a C++ compiler is there; pyproject.toml says everything else.
+"""Wheels carry the CPU kernels of the library's own links, compiled if a C++ compiler is available.
 
-torch is not needed: zonal/formula.py and zonal/kernels/build.py stand below it, and are imported without the package around them.
+pyproject.toml holds all other settings. torch is not needed: zonal/formula.py and zonal/kernels/build.py do not import
+it, and are loaded here without their package.
 """
 
 import functools

@@ -87,7 +87,7 @@ _TEMPLATE = """<!doctype html>
 </script>
 </body>
 </html>
-"""
+"""  # noqa: E501 (template of a page)
 
 Row = Mapping[str, Any]
 

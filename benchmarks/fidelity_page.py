@@ -102,7 +102,7 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
 </script>
 </body>
 </html>
-"""
+"""  # noqa: E501 (template of a page)
 
 
 def _panel(row: dict[str, Any]) -> str:
