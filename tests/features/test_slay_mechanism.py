@@ -13,6 +13,7 @@ from zonal.errors import ArgumentError
 from zonal.features import (
     Anchors,
     FeatureMap,
+    Features,
     Nystrom,
     RandomMaclaurin,
     Slay,
@@ -23,7 +24,11 @@ from zonal.features import (
     square,
 )
 from zonal.features.slay import Fusion
-from zonal.mechanisms.slay import slay_features
+
+
+def features_of(operator: zonal.Operator) -> FeatureMap:
+    assert isinstance(operator.score, Features)
+    return operator.score.features
 
 
 @pytest.mark.parametrize(
@@ -38,15 +43,19 @@ from zonal.mechanisms.slay import slay_features
     ],
 )
 def test_every_factor(polynomial: str, expected: FeatureMap | None) -> None:
-    found = slay_features("small", 0.1, polynomial, size=4, draws=6)  # type: ignore[arg-type]
-    assert found == Slay(eps=0.1, polynomial=expected, draws=6)
+    operator = mechanisms.slay("small", 0.1, polynomial, size=4, draws=6, allow_signed=True)  # type: ignore[arg-type]
+    assert features_of(operator) == Slay(eps=0.1, polynomial=expected, draws=6)
 
 
 def test_scales_are_the_presets() -> None:
     for scale in ("small", "medium", "large"):
-        assert slay_features(scale) == Slay.preset(scale)
-    assert slay_features(learn=True).learned == ("polynomial_anchors", "node0_right_omega", "node1_right_omega")
-    assert slay_features(learn=True, anew=True).learned == tuple(
+        assert features_of(mechanisms.slay(scale)) == Slay.preset(scale)
+    assert features_of(mechanisms.slay(learn=True)).learned == (
+        "polynomial_anchors",
+        "node0_right_omega",
+        "node1_right_omega",
+    )
+    assert features_of(mechanisms.slay(learn=True, anew=True)).learned == tuple(
         f"node{r}_{side}" for r in (0, 1) for side in ("left_anchors", "right_omega")
     )
 
@@ -77,7 +86,7 @@ def test_it_is_the_papers_algorithm(eps: float) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 20, 6, dtype=torch.float64).unbind(0)
     operator = mechanisms.slay("small", eps=eps)
-    drawn = {name: x.double() for name, x in slay_features("small", eps).start(6).items()}
+    drawn = {name: x.double() for name, x in features_of(operator).start(6).items()}
     with torch.no_grad():
         assert torch.allclose(
             zonal.attention(q, k, v, operator), algorithm_1(q[0, 0], k[0, 0], v[0, 0], drawn, eps), rtol=1e-9
@@ -101,11 +110,11 @@ def test_polynomial_features_are_made_once_or_for_each_node(fusion: Fusion) -> N
 
 def test_wrong_names() -> None:
     with pytest.raises(ArgumentError, match="polynomial must be one of"):
-        slay_features(polynomial="cubic")  # type: ignore[arg-type]
+        mechanisms.slay(polynomial="cubic")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="scale"):
-        slay_features("tiny")
+        mechanisms.slay("tiny")
     with pytest.raises(ArgumentError, match="eps must be > 0"):
-        slay_features(eps=0.0)
+        mechanisms.slay(eps=0.0)
 
 
 def test_polynomial_of_yat() -> None:

@@ -28,57 +28,6 @@ Factor = Literal["anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "n
 _FACTORS = ("anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none")
 
 
-def slay_features(
-    scale: str = "medium",
-    eps: float = 0.01,
-    polynomial: Factor = "anchors",
-    nodes: int = 2,
-    rule: Rule = "laguerre",
-    size: int | None = None,
-    draws: int | None = None,
-    fusion: Fusion = "tensor",
-    sketch_size: int = 64,
-    orthogonal: bool = False,
-    antithetic: bool = False,
-    learn: bool = False,
-    choice: Choice = "random",
-    anew: bool = False,
-) -> Slay:
-    """The paper's features from plain values, as an operator spec gives them.
-
-    scale: ``small``, ``medium`` or ``large`` (D = P = 8, 16, 32). polynomial: the map of x^2. size: P, and draws: D,
-    instead of the scale's.
-    learn: train anchors and projections. choice: where anchors and Nystrom's landmarks come from, ``random``,
-    ``orthogonal`` or ``kmeans`` of the keys that ``Operator.fit`` is given. The rest as in ``features.Slay``.
-
-    Raises: ArgumentError for names and sizes that do not fit.
-    """
-    preset = Slay.preset(scale)
-    draws = preset.draws if draws is None else draws
-    size = preset.draws if size is None else size
-    require(
-        polynomial in _FACTORS,
-        f"slay_features: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.",
-    )
-    require(
-        polynomial in ("anchors", "nystrom") or choice == "random",
-        f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.",
-    )
-    return Slay(
-        eps=eps,
-        nodes=nodes,
-        rule=rule,
-        polynomial=_factor(polynomial, size, learn, choice),
-        draws=draws,
-        orthogonal=orthogonal,
-        antithetic=antithetic,
-        learn=learn,
-        fusion=fusion,
-        sketch_size=sketch_size,
-        anew=anew,
-    )
-
-
 def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap | None:
     match name:
         case "anchors":
@@ -121,29 +70,42 @@ def slay(
     allow_signed: bool = False,
     anew: bool = False,
 ) -> Operator:
-    """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
+    """Spherical Yat by the paper's features, y_t = phi(q_t) . S_t / phi(q_t) . Z_t; docs/slay.md measures the error.
 
-    The first arguments are those of ``slay_features``, and so is ``anew``. The row anchor divides by the sum itself,
-    without the paper's delta, and gives zeros where it is zero. dim, seed and allow_signed are those of
-    ``of_features``.
+    The denominator is the sum itself, without the paper's delta. A row with sum zero gives zeros.
+
+    scale: ``small``, ``medium`` or ``large``, with D random features per node and P polynomial features, D = P = 8, 16,
+    32. draws, size: D and P in place of those of the scale. polynomial: the map of x^2. learn: train anchors and
+    projections. choice: source of anchors and of Nystrom's landmarks, ``random``, ``orthogonal`` or ``kmeans`` of the
+    keys given to ``Operator.fit``. dim, seed, allow_signed: as in ``of_features``. The other arguments are those of
+    ``features.Slay``.
+
+    Raises: ArgumentError for unknown names and sizes that do not fit; PathError for signed maps without
+    ``allow_signed``. Source: SLAY (001).
     """
-    features = slay_features(
-        scale,
-        eps,
-        polynomial,
-        nodes,
-        rule,
-        size,
-        draws,
-        fusion,
-        sketch_size,
-        orthogonal,
-        antithetic,
-        learn,
-        choice,
-        anew,
+    preset = Slay.preset(scale)
+    require(
+        polynomial in _FACTORS,
+        f"slay: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.",
+    )
+    require(
+        polynomial in ("anchors", "nystrom") or choice == "random",
+        f"slay: polynomial {polynomial!r} has no landmarks to choose; leave choice out.",
+    )
+    features = Slay(
+        eps=eps,
+        nodes=nodes,
+        rule=rule,
+        polynomial=_factor(polynomial, preset.draws if size is None else size, learn, choice),
+        draws=preset.draws if draws is None else draws,
+        orthogonal=orthogonal,
+        antithetic=antithetic,
+        learn=learn,
+        fusion=fusion,
+        sketch_size=sketch_size,
+        anew=anew,
     )
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
-__all__ = ["Factor", "slay", "slay_features"]
+__all__ = ["Factor", "slay"]
