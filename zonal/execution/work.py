@@ -165,6 +165,16 @@ def _joined(s: Shape) -> tuple[float, float, float]:
     return features * s.keys * s.width, features * (6.0 * s.keys + 3 * s.width), 70.0
 
 
+def _tokens(s: Shape) -> float:
+    """Numbers that torch moves for tokens themselves: products read them once; where the score changes keys, it takes two norms of
+    queries and keys and divides twice.
+    """
+    vectors = s.batch * float(s.heads * s.queries + s.kv_heads * s.keys)
+    past = s.past * (s.kind == "keys")
+    prepared = 0.0 if s.bound.score.keeps_keys else 6.0 * vectors * s.dim
+    return vectors * s.dim + s.batch * s.kv_heads * (past * s.dim + (s.keys + past) * s.value_dim) + prepared
+
+
 def dense(s: Shape) -> Work:
     """Every block in memory, each step a call of torch over all of it."""
     keys, heads = s.keys + s.past * (s.kind == "keys"), s.batch * s.heads
@@ -192,7 +202,7 @@ def dense(s: Shape) -> Work:
     small = heads * s.queries * (s.value_dim + s.dim) + (s.groups > 1) * heads * keys * (s.dim + s.value_dim)
     peak = (live * n + small) * s.itemsize + 2.0 * (s.batch if s.padded else 1) * s.queries * keys
     taken, copied, joins = _joined(s)
-    moved = (2 * steps * n + small) * (2 if s.gradients else 1) + copied
+    moved = (2 * steps * n + small) * (2 if s.gradients else 1) + copied + _tokens(s) * s.back
     return Work(multiply_adds + taken, moved * s.itemsize, peak, calls + joins)
 
 
@@ -236,7 +246,10 @@ def tiles(s: Shape) -> Work:
         peak += heads * s.queries * (s.value_dim + s.dim) + s.batch * s.kv_heads * keys * (s.dim + s.value_dim) + tile
     taken, copied, joins = _joined(s)
     return Work(
-        multiply_adds + taken, (2 * steps * n + copied) * s.itemsize, (peak + 3.0 * out) * s.itemsize, calls + joins
+        multiply_adds + taken,
+        (2 * steps * n + copied + _tokens(s) * s.back) * s.itemsize,
+        (peak + 3.0 * out) * s.itemsize,
+        calls + joins,
     )
 
 
@@ -387,7 +400,7 @@ def sums(s: Shape) -> Work:
         peak += heads * s.queries * (s.dim + s.width) + kv * s.keys * (s.dim + s.width)
         peak += state * (kept + 3) * carried + 2 * scratch
         calls, steps = calls * 3.0, steps * 3.0
-    return Work(multiply_adds * s.back, 2 * steps * s.itemsize, peak * s.itemsize, calls)
+    return Work(multiply_adds * s.back, (2 * steps + _tokens(s) * s.back) * s.itemsize, peak * s.itemsize, calls)
 
 
 # -- ridge and Koopman read-outs -------------------------------------------------------------------
