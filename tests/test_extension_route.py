@@ -12,7 +12,8 @@ ROUTE = '''"""Row attention by torch's own function, for plain dot products with
 import torch
 
 from zonal.execution.call import Call
-from zonal.execution.work import Shape, Work, compiled_tiles
+from zonal.execution.shape import Shape
+from zonal.execution.work import Work, compiled_tiles
 
 
 def refusal(call: Call) -> str | None:

@@ -145,9 +145,7 @@ def test_refusals_say_why_and_what_else(name: str, words: str) -> None:
 
 def test_refusals_that_depend_on_the_call() -> None:
     wide = inputs(Case(key_dim=40, queries=3, keys=3))
-    assert "needs 135751 features at head dimension 40" in (
-        refusal(call_of(made("polynomial_square"), wide)) or ""
-    )
+    assert "needs 135751 features at head dimension 40" in (refusal(call_of(made("polynomial_square"), wide)) or "")
     running = m.ska(power=1, running_max=True, key_limit=None).double()
     assert "an inverse of its own" in (refusal(call_of(running, inputs(PRIME))) or "")
     assert refusal(call_of(running, inputs(FREE))) is None

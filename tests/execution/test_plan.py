@@ -17,7 +17,8 @@ from zonal.execution import routes as table
 from zonal.execution.call import Call, Held, prepare
 from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.routes import ROUTES
-from zonal.execution.work import Shape, Work, shape_of
+from zonal.execution.shape import Shape, shape_of
+from zonal.execution.work import Work
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
 from zonal.memory import Memory

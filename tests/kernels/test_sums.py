@@ -15,7 +15,8 @@ from zonal.errors import PathError
 from zonal.execution import native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.chunked import refusal
-from zonal.execution.work import compiled_sums, shape_of
+from zonal.execution.shape import shape_of
+from zonal.execution.work import compiled_sums
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
 from zonal.kernels import sums as sums_kernel

@@ -15,7 +15,8 @@ import zonal
 from zonal import mechanisms as m
 from zonal.execution import native_distance
 from zonal.execution.call import Call, prepare
-from zonal.execution.work import compiled_tiles, distances, shape_of
+from zonal.execution.shape import shape_of
+from zonal.execution.work import compiled_tiles, distances
 
 BROKEN = "rewa/clustered/float32/broken"
 

@@ -18,7 +18,8 @@ from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.plan import seconds
 from zonal.execution.routes import ROUTES
-from zonal.execution.work import Shape, compiled_ridge, shape_of
+from zonal.execution.shape import Shape, shape_of
+from zonal.execution.work import compiled_ridge
 
 BROKEN = "ska-2/padding/float32/broken"
 

@@ -20,7 +20,7 @@ from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.plan import seconds
 from zonal.execution.routes import ROUTES
-from zonal.execution.work import Shape, shape_of
+from zonal.execution.shape import Shape, shape_of
 
 BROKEN = "sq/causal/float32/broken"
 

@@ -16,7 +16,7 @@ from zonal.execution.call import Call, Held, prepare
 from zonal.execution.coverage import Coverage, measured
 from zonal.execution.machine import Machine
 from zonal.execution.plan import Choice, choose, duration
-from zonal.execution.work import Shape, shape_of
+from zonal.execution.shape import Shape, shape_of
 from zonal.memory import Memory
 from zonal.names import known_names
 

@@ -18,7 +18,7 @@ from zonal.execution.call import Call
 from zonal.execution.dense import dense
 from zonal.execution.machine import Machine
 from zonal.execution.routes import PATHS, Asked, Result, Route, asked
-from zonal.execution.work import Shape, shape_of
+from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.build import BuildError
 
 

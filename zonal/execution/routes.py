@@ -28,7 +28,8 @@ from zonal.execution import (
 )
 from zonal.execution.call import Call, following
 from zonal.execution.dense import dense
-from zonal.execution.work import Shape, Work
+from zonal.execution.shape import Shape
+from zonal.execution.work import Work
 from zonal.kernels import transforms
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
 

@@ -1,4 +1,4 @@
-"""The sizes of a call that decide its cost (``Shape``), and the cost of each route (``Work``), from shapes alone.
+"""The work of each route for a call (``Work``), counted from its shape alone.
 
 Each formula counts multiply-adds (including backward when gradients flow), bytes read and written, torch calls or
 kernel launches, and the most bytes in use at once beyond the inputs. Elementwise operations of torch are counted by the
@@ -9,23 +9,18 @@ import itertools
 import math
 from typing import NamedTuple, cast
 
-import torch
-
-from zonal.algebra import Tags
 from zonal.algebra.anchor import Hierarchical, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
-from zonal.algebra.operator import Bound
-from zonal.algebra.prior import Window
 from zonal.execution import tiled
-from zonal.execution.call import Call
 from zonal.execution.chunked import ridge_block
 from zonal.execution.ridge_fading import usual_block
 from zonal.execution.scan import block_size
+from zonal.execution.shape import EXPONENTIAL, Shape
 from zonal.features import feature_map, hashing
 from zonal.memory.whitened import width_of
 
-# Costs of elementwise torch calls, relative to an addition: masked fill, exponential, search for the k-th largest.
-_SELECT, _EXP, _TOP = 5.0, 4.0, 60.0
+# Costs of elementwise torch calls, relative to an addition: masked fill, search for the k-th largest.
+_SELECT, _TOP = 5.0, 60.0
 # In compiled kernels, multiply-adds per pair of tokens: an exponential; the roots and logarithms of distances by kind.
 _EXPONENTIAL = 7.0
 _DISTANCES = {"euclidean": 3.0, "squared": 1.0, "sphere": 6.0, "hyperbolic": 13.0, "product": 0.0}
@@ -45,103 +40,6 @@ class Work(NamedTuple):
     peak_bytes: float
     launches: float
     tasks: float = math.inf
-
-
-class Shape(NamedTuple):
-    """A call as the planner sees it: sizes and structure, no numbers.
-
-    batch … value_dim: B, H, Hkv, T, S, D (of prepared queries and keys), P. head_dim: of raw queries and keys.
-    itemsize: bytes of a number in the computing type. coefficients: of the link. learned: those that get gradients.
-    pairs: pairs of a query and a key that are compared, of one head. documents: packed along the tokens. tied: queries
-    have positions. chunk, window: of such priors. biased: log priors. past: tokens of the memory that the call
-    continues from. keeps: whether a memory is returned. kind: of the memory that a path which carries one would have.
-    """
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    dim: int
-    value_dim: int
-    head_dim: int
-    itemsize: int
-    device: torch.device
-    tags: Tags
-    bound: Bound
-    coefficients: int
-    learned: int
-    pairs: float
-    documents: int = 1
-    tied: bool = False
-    chunk: int | None = None
-    window: Window | None = None
-    padded: bool = False
-    biased: bool = False
-    gradients: bool = False
-    past: int = 0
-    keeps: bool = False
-    kind: str = "keys"
-
-    @property
-    def groups(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def back(self) -> int:
-        """How often a product is made: once, and backward twice more."""
-        return 3 if self.gradients else 1
-
-    @property
-    def width(self) -> int:
-        """Numbers of a value that sums over keys carry, with the row's mass where it is divided by."""
-        return self.value_dim + self.tags.normalises
-
-    @property
-    def steps(self) -> float:
-        """Elementwise operations of torch for one pair of tokens: of the score, the link and the log prior."""
-        score, link = self.bound.score, self.bound.link
-        own = 0 if score.bilinear else score.passes(self.head_dim)
-        evidence = _EXP if self.tags.log_space else link.operations + (link.domain is not None)
-        return own + evidence + self.biased * (3 + (0 if self.tags.log_space else _EXP))
-
-    def __str__(self) -> str:
-        kv = f" (kv {self.kv_heads})" if self.kv_heads != self.heads else ""
-        past = f" after {self.past} tokens" if self.past else ""
-        return f"B={self.batch} H={self.heads}{kv} T={self.queries} S={self.keys} D={self.dim} P={self.value_dim}{past}"
-
-
-def shape_of(call: Call) -> Shape:
-    """The shape of a prepared call."""
-    batch, heads, queries, keys, dim, value_dim = call.shape
-    seen, held = call.visibility, call.held
-    documents = seen.edges.shape[0] - 1 if seen.packed and seen.edges is not None else 1
-    return Shape(
-        batch, heads, call.bound.kv_heads, queries, keys, dim, value_dim, call.head_dim,
-        call.coefficients.dtype.itemsize, call.device, call.tags, call.bound, call.coefficients.shape[0],
-        call.coefficients.shape[0] if call.coefficients.requires_grad else 0,
-        _pairs(call, queries, keys + (0 if held is None or held.kind != "keys" else held.tokens)), documents,
-        call.causal, call.chunk, call.window, seen.key_mask is not None, not call.bias.empty, call.recorded,
-        0 if held is None else held.tokens, held is not None, call.kind,
-    )  # fmt: skip
-
-
-def _pairs(call: Call, queries: int, keys: int) -> float:
-    """How many (query, key) pairs of a head the rules allow, about: the key mask apart."""
-    seen, window = call.visibility, call.window
-    if seen.packed and seen.edges is not None:
-        lengths = seen.edges.diff().double()
-        total = float(lengths.square().sum()) / (2 if call.causal else 1)
-    elif call.causal:  # the last queries of the keys
-        total = queries * (keys - queries / 2 + 0.5) if queries <= keys else keys * keys / 2
-    else:
-        total = float(queries * keys)
-    if window is not None:
-        ahead = 0 if call.causal else keys / 2 if window.right is None else window.right
-        reach = window.left + 1 + ahead
-        total = min(total, float(queries * min(reach, keys)))
-    return max(total, 0.0)
 
 
 # -- every pair of query and key -------------------------------------------------------------------
@@ -166,8 +64,8 @@ def _joined(s: Shape) -> tuple[float, float, float]:
 
 
 def _tokens(s: Shape) -> float:
-    """Numbers that torch moves for tokens themselves: products read them once; where the score changes keys, it takes two norms of
-    queries and keys and divides twice.
+    """Numbers that torch moves for the tokens themselves. Products read them once. A score that changes keys takes two
+    norms of queries and keys, and divides twice.
     """
     vectors = s.batch * float(s.heads * s.queries + s.kv_heads * s.keys)
     past = s.past * (s.kind == "keys")
@@ -188,7 +86,7 @@ def dense(s: Shape) -> Work:
         steps, live = steps + _TOP, live + 2
     if s.tags.couples:
         multiply_adds += n * 24.0
-        steps += 2 * _ITERATIONS * (_EXP + 8)
+        steps += 2 * _ITERATIONS * (EXPONENTIAL + 8)
         calls += 700.0
         live, kept = live + 3, 6.0
     elif s.tags.solves:
@@ -321,7 +219,7 @@ def tree(s: Shape) -> Work:
     small = heads * s.queries * (2.0 * s.dim + 3 * s.value_dim)
     return Work(
         pairs * (s.dim + s.value_dim) * s.back,
-        (2 * pairs * (_EXP + 6) + 3 * small) * s.itemsize * s.back,
+        (2 * pairs * (EXPONENTIAL + 6) + 3 * small) * s.itemsize * s.back,
         (small + (4 if s.gradients else 2) * pairs) * s.itemsize,
         60.0 * levels * s.back,
     )
@@ -386,7 +284,7 @@ def sums(s: Shape) -> Work:
     near = heads * rows * min(block, length) * (1.0 if s.tied else 0.0)
     written = carried * (kv * s.keys + heads * rows)
     multiply_adds = near * (s.dim + s.width) + written * features * s.width
-    steps = (2 * (0 if trivial else s.bound.link.operations) + 2 + s.tags.decays * (5 + _EXP)) * near
+    steps = (2 * (0 if trivial else s.bound.link.operations) + 2 + s.tags.decays * (5 + EXPONENTIAL)) * near
     steps += written * features * (1.0 if trivial else 3.5) + 3 * blocks * state * carried
     calls = 70.0 + blocks * (26 + 30 * carried * (not trivial) + 16 * s.tags.decays) * (1 if s.tied else 0.6)
     wide = min(block, length)
