@@ -29,7 +29,7 @@ _SEPARABLE = Derived(
 
 
 class Prior(Declaration, abstract=True):
-    """What is allowed or favoured before any score is seen.
+    """Base of declared masks and biases B_ts of pairs (T, S), per head where they have parameters.
 
     ``masks``: it forbids pairs. ``orders``: no query sees a later key.
     """
@@ -54,7 +54,10 @@ class Causal(Prior):
 
 @dataclass(frozen=True)
 class ChunkCausal(Prior):
-    """Query t sees keys s < size * floor(t / size): whole chunks of the past, as the Echo paper trains."""
+    """Query t sees keys s < size * floor(t / size), which are whole chunks of the past.
+
+    Raises: ArgumentError for size < 1. Source: Echo (Koopman operators).
+    """
 
     masks = True
     orders = True
@@ -78,7 +81,12 @@ class ChunkCausal(Prior):
 
 @dataclass(frozen=True)
 class Window(Prior):
-    """Query t sees keys with t - left <= s <= t + right (``right`` matters without causality only)."""
+    """Query t sees keys t - left <= s <= t + right, in tokens.
+
+    right: only used without a causal mask; None = no limit.
+
+    Raises: ArgumentError for negative numbers.
+    """
 
     masks = True
 
@@ -100,7 +108,10 @@ class Window(Prior):
 
 @dataclass(frozen=True)
 class ALiBi(Prior):
-    """log B_ts = -slope_h |t - s|; slopes default to 2^(-8 (h + 1) / H) (Press et al. 2022)."""
+    """log B_ts = -slope_h |t - s|, a bias that is linear in the distance of positions.
+
+    slopes: per head; None = 2^(-8 (h + 1) / H). Source: Press et al. 2022.
+    """
 
     slopes: tuple[float, ...] | None = None
 

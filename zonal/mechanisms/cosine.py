@@ -19,7 +19,13 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def cosine(temperature: float = 0.1, learn_temperature: bool = True, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
-    """exp(cos(q, k) / temperature), row-normalised; one learned temperature per head."""
+    """y_t = sum_s exp(cos(q_t, k_s) / tau) v_s / sum_s exp(cos(q_t, k_s) / tau): cosine score, exp link, row anchor.
+
+    temperature: tau, the initial value if learn_temperature is True, which learns one per head. prior: added masks and
+    biases.
+
+    Raises: ArgumentError for a temperature <= 0. Source: Henry et al. 2020.
+    """
     return Operator(
         Cosine(temperature=temperature, learn_temperature=learn_temperature), Exp(), Row(), prior, name="cosine"
     )

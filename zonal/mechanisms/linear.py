@@ -19,5 +19,8 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled, chunked",
 )
 def linear() -> Operator:
-    """elu + 1 on queries and keys, identity link, row anchor."""
+    """y_t = sum_s phi(q_t) . phi(k_s) v_s / sum_s phi(q_t) . phi(k_s) with phi(x) = elu(x) + 1 on q and k.
+
+    Source: Katharopoulos et al. 2020.
+    """
     return Operator(Dot(scale=1.0, map="elu1"), Identity(), Row(), name="linear")

@@ -22,6 +22,9 @@ from zonal.mechanisms.registry import mechanism
 def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int | None = None) -> Operator:
     """Softmax attention at scale D^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(D)).
 
-    dim, seed: as for ``of_features``. Source: Choromanski et al. 2021.
+    draws: number of features m. orthogonal: random directions are orthogonal within blocks of D. dim, seed: as in
+    ``of_features``.
+
+    Raises: ArgumentError for sizes out of range. Source: Choromanski et al. 2021.
     """
     return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")

@@ -20,5 +20,10 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled, chunked",
 )
 def retention(rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997), learn: bool = True) -> Operator:
-    """y_t = sum_s rate^(t - s) (q_t.k_s / sqrt D) v_s: no normalisation, so the layer norms each head's output."""
+    """y_t = sum_s rate^(t - s) (q_t . k_s / sqrt D) v_s, without normalisation; a layer normalises each head's output.
+
+    rates: 0 < rate <= 1 per head, initial values if learn is True.
+
+    Raises: ArgumentError for rates out of range. Source: Sun et al. 2023; Dao and Gu 2024.
+    """
     return Operator(Dot(), Identity(), Raw(), Decay(rates=rates, learn=learn), name="retention", readout="head")

@@ -34,9 +34,12 @@ def ridge(
     relative: float = 0.0,
     fading: bool = False,
 ) -> Operator:
-    """Linear ridge regression from keys, clipped to norm <= key_limit, to values, refitted at every token.
+    """y_t = C (G + rho I)^-1 q_t: linear ridge regression from keys to values, refitted at every token.
 
-    fading: as in ``ska``.
+    G = sum z z^T and C = sum v z^T over earlier keys z, clipped to norm <= key_limit. eps, learn_ridge, relative: the
+    ridge rho, as in ``anchor.Ridge``. chunk: read whole chunks of this many earlier tokens only. fading: as in ``ska``.
+
+    Raises: ArgumentError for numbers out of range. Source: Echo (Koopman operators).
     """
     anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
     return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, priors(chunk, fading), name="ridge")

@@ -20,5 +20,10 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def softmax(scale: float | None = None, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
-    """Dot score (scale D^-1/2 unless given), exp link, row anchor."""
+    """y_t = sum_s exp(scale q_t . k_s) v_s / sum_s exp(scale q_t . k_s): dot score, exp link, row anchor.
+
+    scale: None = D^-1/2. prior: added masks and biases, such as ``prior.Window`` or ``prior.ALiBi``.
+
+    Source: Vaswani et al. 2017.
+    """
     return Operator(Dot(scale=scale), Exp(), Row(), prior, name="softmax")

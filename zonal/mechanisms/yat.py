@@ -18,5 +18,8 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled",
 )
 def yat(eps: float = 0.01) -> Operator:
-    """x^2 / (2 + eps - 2x): alignment over squared distance on the sphere."""
+    """K = x^2 / (2 + eps - 2x) with x = cos(q, k): squared alignment over squared distance on the sphere, row anchor.
+
+    Raises: ArgumentError for eps <= 0. Source: SLAY (001), eq. 3.
+    """
     return Operator(Cosine(), Yat(eps=eps), Row(), name="yat")

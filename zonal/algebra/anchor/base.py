@@ -134,7 +134,7 @@ class Anchor(Declaration, abstract=True):
 
 
 class SumAnchor(Anchor, abstract=True):
-    """An anchor whose weights are K_ts times a factor of the row: the ones with a key-by-key reduction."""
+    """Base of anchors whose weights are K_ts times a factor of the row. They reduce a row key by key."""
 
     family = "sums"
 
@@ -189,6 +189,8 @@ class Row(SumAnchor):
     Empty rows, and rows whose kernel is zero everywhere, give 0. allow_signed: accept a kernel with negative values,
     which is an error otherwise. The sum of a row may then be close to zero and its output very large. A negative sum
     flips the signs of the row, and a sum of exactly zero gives 0. There is no warning.
+
+    Raises: ArgumentError when an operator with a signed kernel runs without ``allow_signed``.
     """
 
     normalises: ClassVar[bool] = True
@@ -244,6 +246,8 @@ class TopK(Anchor):
 
     k: any whole number >= 1. search: how path='sparse' finds candidates; None = no approximation. All other paths visit
     every key and are exact.
+
+    Raises: ArgumentError for k out of range, and for a search of another type.
     """
 
     family = "sums"
@@ -296,7 +300,7 @@ class TopK(Anchor):
 
 @dataclass(frozen=True)
 class Count(SumAnchor):
-    """W = K / number of visible keys. Rows need not sum to one."""
+    """W_ts = K_ts / M_t, with M_t the number of keys that query t sees. Rows need not sum to one; empty rows give 0."""
 
     reduces_as = "count"
 
@@ -318,7 +322,7 @@ class Count(SumAnchor):
 
 @dataclass(frozen=True)
 class Raw(SumAnchor):
-    """W = K."""
+    """W = K, without normalisation: the output is a sum over keys."""
 
     reduces_as = "raw"
 

@@ -20,7 +20,7 @@ NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 
 
 class Link(Declaration, abstract=True):
-    """From a score x to evidence l(x). A subclass gives ``value``; everything else has a default.
+    """Base of links: evidence l(x) of scores x (B, H, T, S), elementwise. A subclass gives at least ``value``.
 
     domain: where l is defined, None = everywhere. log_space: kernels keep log l. linear: l(x) = x.
     """

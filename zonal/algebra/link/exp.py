@@ -14,7 +14,7 @@ _FORMULA = Formula("exp", log=True)
 
 @dataclass(frozen=True)
 class Exp(Link):
-    """l(x) = exp(x): the only positive measurable link with l(a + b) = l(a) l(b). Kept in log space throughout."""
+    """l(x) = exp(x), kept in log space. Up to scale, the only positive measurable link with l(a + b) = l(a) l(b)."""
 
     log_space: ClassVar[bool] = True
 

@@ -22,7 +22,12 @@ _FORMULA = Formula(  # the floor is the last number of c
 
 @dataclass(frozen=True)
 class PolynomialSquare(Link):
-    """l(x) = p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction, degree 2 deg p."""
+    """l(x) = p(x)^2 + floor with p(x) = sum_k polynomial[k] x^k: nonnegative, of degree 2 deg p.
+
+    learn: train the coefficients of p, one set per head.
+
+    Raises: ArgumentError unless there are 2 to 9 coefficients, and for floor < 0.
+    """
 
     polynomial: tuple[float, ...] = (0.04, 1.0)
     floor: float = 0.0

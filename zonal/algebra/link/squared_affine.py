@@ -22,7 +22,10 @@ _FORMULA = Formula(
 
 @dataclass(frozen=True)
 class SquaredAffine(Link):
-    """l(x) = (x + b)^2: never negative, exact with (d + 1)(d + 2)/2 features. learn_bias: learn one b per head."""
+    """l(x) = (x + b)^2: nonnegative, with (d + 1)(d + 2)/2 exact features for vectors of size d.
+
+    bias: b. learn_bias: learn one b per head.
+    """
 
     bias: float = 0.04
     learn_bias: bool = False

@@ -22,7 +22,10 @@ _FORMULA = Formula(  # c[0] is eps
 
 @dataclass(frozen=True)
 class Yat(Link):
-    """l(x) = x^2 / (2 + eps - 2x), 0 <= l <= 1/eps on [-1, 1]. Positive definite for eps > 0. Source: SLAY, eq. 3."""
+    """l(x) = x^2 / (2 + eps - 2x) for x in [-1, 1], with 0 <= l <= 1/eps. Positive definite for eps > 0.
+
+    Raises: ArgumentError unless eps is positive and finite. Source: SLAY (001), eq. 3.
+    """
 
     domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
 

@@ -31,6 +31,8 @@ class Sphere(Metric):
     u = a/|a| and v = b/|b|. This is the angle between a and b, smoothed by eps: the gradient stays finite where points
     coincide or are opposite. (The gradient of acos is infinite there, and acos is 0 below 1e-4 in float32.) The
     distance of coincident points is zero. A zero vector is at a right angle to every point and gets no gradient.
+
+    Raises: ArgumentError for eps <= 0.
     """
 
     negative_type: ClassVar[bool] = True
@@ -131,6 +133,8 @@ class Hyperbolic(Metric):
 
     Directions nearer than 1e-3 are compared by their differences, here and in the distance kernel: a float32 product
     has no digits of |a^ - b^|^2 left there, and sinh(a) sinh(b) magnifies the error. torch.func.vmap is not supported.
+
+    Raises: ArgumentError for eps or scale <= 0.
     """
 
     negative_type: ClassVar[bool] = True

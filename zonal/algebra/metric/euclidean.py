@@ -65,6 +65,8 @@ class Euclidean(Metric):
     eps keeps the gradient finite and zero at coincident points, where a plain root has NaN. The distance kernels sum |a
     - b|^2 of near points from differences, and torch's tiles use float64. Under torch.func a float32 product is used,
       with rounding errors for distances below 3e-4 of the spread of the points.
+
+    Raises: ArgumentError for eps <= 0.
     """
 
     negative_type: ClassVar[bool] = True

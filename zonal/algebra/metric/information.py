@@ -16,6 +16,8 @@ class FisherRao(Metric):
     """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b).
 
     It is smooth as ``Sphere`` and at most pi.
+
+    Raises: ArgumentError for eps <= 0. Source: REWA (004).
     """
 
     negative_type: ClassVar[bool] = True
@@ -53,6 +55,8 @@ class LeCam(Metric):
 
     Paper 004 calls it Fisher's information distance, but that one (``FisherRao``) is up to 2.2 times as long. Cost:
     five operations per pair and number, since it is not a dot product.
+
+    Raises: ArgumentError for eps <= 0. Source: REWA (004).
     """
 
     eps: float = 1e-4

@@ -24,6 +24,8 @@ class Topological(Metric):
 
     Points with the same deaths in another order have distance 0. The gradient is that of the best matching, and jumps
     where another matching becomes best. Layers compute the deaths of a token's neighbourhood (``zonal.nn.deaths``).
+
+    Raises: ArgumentError for eps <= 0. Source: REWA (004).
     """
 
     eps: float = 1e-4

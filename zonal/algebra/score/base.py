@@ -66,7 +66,10 @@ def low_rank(meet: str) -> Move:
 
 
 class Score(Declaration, abstract=True):
-    """From a query and a key to a number. ``bilinear``: a dot product of prepared vectors."""
+    """Base of scores: S (B, H, T, S) from q (B, H, T, D) and k (B, H, S, D).
+
+    ``bilinear``: the score is a dot product of prepared vectors.
+    """
 
     slot = "score"
     bilinear: ClassVar[bool] = False
@@ -320,9 +323,11 @@ class Dot(Score):
 
 @dataclass(frozen=True)
 class Cosine(Score):
-    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything, and no gradient.
+    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature. A zero vector has cosine 0 with every vector, and no gradient.
 
-    learn_temperature: one temperature per head (kept positive through its logarithm).
+    learn_temperature: learn one temperature per head, through its logarithm. eps: shorter vectors count as zero.
+
+    Raises: ArgumentError for a temperature <= 0.
     """
 
     bilinear: ClassVar[bool] = True
