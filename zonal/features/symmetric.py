@@ -72,23 +72,23 @@ class SymmetricPowers(FeatureMap):
         """phi(x): (…, d) -> (…, m). Differentiable once; backward recomputes instead of keeping features."""
         return x if self.trivial else _Powers.apply(x, self)
 
-    @torch.no_grad()
     def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """phi(x) without a graph."""
         if self.trivial:
             return x
-        dim = x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], self.dimension(dim))
-        at = 0
-        if self.lowest == 0:
-            out[..., 0] = 1
-            at = 1
-        out[..., at : at + dim] = x
-        if self.degree == 2:
-            _write_square(x, out[..., at + dim :])
-        elif self.degree > 2:
-            _write_powers(x, out[..., at + dim :], self.degree)
-        return out
+        with torch.no_grad():  # torch.compile cannot trace a decorated method of this class
+            dim = x.shape[-1]
+            out = x.new_empty(*x.shape[:-1], self.dimension(dim))
+            at = 0
+            if self.lowest == 0:
+                out[..., 0] = 1
+                at = 1
+            out[..., at : at + dim] = x
+            if self.degree == 2:
+                _write_square(x, out[..., at + dim :])
+            elif self.degree > 2:
+                _write_powers(x, out[..., at + dim :], self.degree)
+            return out
 
     @torch.no_grad()
     def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
@@ -134,17 +134,25 @@ def _windows(x: Tensor, count: int) -> Tensor:
     return torch.cat([x, x[..., :count]], -1).unfold(-1, dim, 1)[..., 1:, :]
 
 
+def _multiply(a: Tensor, b: Tensor, place: Tensor) -> None:
+    """place = a * b; torch.compile does not trace ``out=`` of a part of a tensor."""
+    if torch.compiler.is_compiling():
+        place.copy_(a * b)
+    else:
+        torch.mul(a, b, out=place)
+
+
 def _write_square(x: Tensor, out: Tensor) -> None:
     """out = [x_i^2] + [sqrt 2 x_i x_{i + j}, j = 1 …], cyclic."""
     dim = x.shape[-1]
     full = (dim - 1) // 2
-    torch.mul(x, x, out=out[..., :dim])
+    _multiply(x, x, out[..., :dim])
     root = x * math.sqrt(2)
     end = dim + full * dim
     if full:
-        torch.mul(root.unsqueeze(-2), _windows(x, full), out=out[..., dim:end].unflatten(-1, (full, dim)))
+        _multiply(root.unsqueeze(-2), _windows(x, full), out[..., dim:end].unflatten(-1, (full, dim)))
     if dim % 2 == 0:  # the opposite point is met from both sides
-        torch.mul(root[..., : dim // 2], x[..., dim // 2 :], out=out[..., end:])
+        _multiply(root[..., : dim // 2], x[..., dim // 2 :], out[..., end:])
 
 
 def _square_vjp(x: Tensor, grad: Tensor) -> Tensor:
@@ -170,11 +178,19 @@ def _square_vjp(x: Tensor, grad: Tensor) -> Tensor:
     return dx
 
 
-@functools.lru_cache(maxsize=64)
 def _power_of(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
     """Which power each feature belongs to, counted from ``lowest``."""
-    sizes = torch.tensor(SymmetricPowers(degree, lowest).sizes(dim), dtype=torch.int64)
-    return torch.arange(degree + 1 - lowest).repeat_interleave(sizes).to(device)
+    if torch.compiler.is_compiling():  # a tensor of a trace must not be kept
+        return _powers_from(dim, lowest, degree, device)
+    return _kept_powers(dim, lowest, degree, device)
+
+
+def _powers_from(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
+    sizes = SymmetricPowers(degree, lowest).sizes(dim)
+    return torch.cat([torch.full((size,), power, dtype=torch.int64, device=device) for power, size in enumerate(sizes)])
+
+
+_kept_powers = functools.lru_cache(maxsize=64)(_powers_from)
 
 
 def _size(dim: int, degree: int) -> int:
@@ -182,8 +198,8 @@ def _size(dim: int, degree: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(dim: int, degree: int) -> Tensor:
-    """sqrt(k! / a!) for k = 2 … degree in the order of ``_write_powers``, float64."""
+def _weights(dim: int, degree: int) -> tuple[float, ...]:
+    """sqrt(k! / a!) for k = 2 … degree in the order of ``_write_powers``."""
     # the multiplicity of the leading index and the product of factorials, grown with the recursion
     lead = [(i, 1, 1.0) for i in range(dim)]
     out: list[float] = []
@@ -195,12 +211,23 @@ def _weights(dim: int, degree: int) -> Tensor:
                 grown.append((i, again, factorials * again))
         lead = grown
         out += [math.sqrt(math.factorial(k) / factorials) for _, _, factorials in lead]
-    return torch.tensor(out, dtype=torch.float64)
+    return tuple(out)
+
+
+@torch.compiler.assume_constant_result
+def _constant_weights(dim: int, degree: int) -> tuple[float, ...]:
+    return _weights(dim, degree)
+
+
+def _cast_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.tensor(_constant_weights(dim, degree), dtype=dtype, device=device)
+    return _kept_weights(dim, degree, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _cast_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _weights(dim, degree).to(device, dtype)
+def _kept_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(_weights(dim, degree), dtype=dtype, device=device)
 
 
 def _write_powers(x: Tensor, out: Tensor, degree: int) -> None:
@@ -213,7 +240,7 @@ def _write_powers(x: Tensor, out: Tensor, degree: int) -> None:
         to = 0
         for i in range(dim):
             tail = _size(dim - i, k - 1)
-            torch.mul(x[..., i : i + 1], below[..., below.shape[-1] - tail :], out=block[..., to : to + tail])
+            _multiply(x[..., i : i + 1], below[..., below.shape[-1] - tail :], block[..., to : to + tail])
             to += tail
         below, at = block, at + size
     out *= _cast_weights(dim, degree, x.dtype, x.device)

@@ -83,7 +83,7 @@ class KeyValues(Memory):
         buffer, end = self.buffer, self.end + tokens.length
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
-        if recorded:
+        if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
             held = joined(self.tokens, tokens)
             return KeyValues(
                 self.operator,

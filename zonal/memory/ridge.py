@@ -57,10 +57,7 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
     ]
     if not values:
         return None
-    if (
-        all(type(value) is torch.nn.Parameter and value.is_cpu for value in values)
-        and not torch.compiler.is_compiling()
-    ):
+    if all(type(value) is torch.nn.Parameter and value.is_cpu for value in values):
         return tuple(number for value in values for number in value.detach().flatten().tolist())
     return tuple(number for value in values for number in (value.data_ptr(), value._version))
 
@@ -216,12 +213,7 @@ class RidgeStatistics(Memory):
         changed = {"gram": self.gram + z.mT @ z, "cross": self.cross + v.mT @ z, "inverse": self._updated(z)}
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift + z.mT @ previous_keys(z, tokens.mask, self.last)
-            whole = self.pending is None and tokens.mask is None and not self.form.batch > 1
-            begun = self.count > 0 if whole else self._begun()
-            if isinstance(begun, bool):
-                changed["first"] = self.first if begun else first_key(z, tokens.mask)
-            else:
-                changed["first"] = torch.where(begun, self.first, first_key(z, tokens.mask))
+            changed["first"] = torch.where(self._begun(), self.first, first_key(z, tokens.mask))
             changed["last"] = last_key(z, tokens.mask, self.last)
         if self.peak is not None:
             changed["peak"] = torch.maximum(self.peak, z.square().sum(-1).amax(-1))
@@ -250,6 +242,7 @@ class RidgeStatistics(Memory):
         inverse, n = self.inverse, z.shape[2]
         if (
             inverse is None
+            or torch.compiler.is_compiling()
             or anchor_of(self.operator).moving
             or 2 * n > self.gram.shape[-1]
             or inverse.age + n > REMAKE
@@ -277,7 +270,9 @@ class RidgeStatistics(Memory):
         return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.gram.shape[-1])
 
     def solved(self, bound: Bound) -> Tensor:
-        """P = (G + rho I)^-1, kept for the next read unless gradients flow through it."""
+        """P = (G + rho I)^-1, kept for the next read unless gradients flow through it or it is traced."""
+        if torch.compiler.is_compiling():  # a graph cannot ask whether the kept one is of these values
+            return self.made(bound)
         version = ridge_version(self.operator)
         recorded = _recorded(self.gram, *self.operator.learned_parts.values())
         if self.inverse is not None and self.inverse.version == version and not recorded:

@@ -22,10 +22,11 @@ from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
 from zonal.nn.stage import DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
+from zonal.nn.step import DecodeStep
 from zonal.nn.topology import deaths
 
 __all__ = [
-    "Attention", "Block", "CGLift", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm",
+    "Attention", "Block", "CGLift", "DecodeStep", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm",
     "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
     "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual",
     "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",

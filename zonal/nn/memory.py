@@ -188,10 +188,10 @@ class LayerMemory:
         reached = [mark["length"] - mark["padding"] for mark in marks]
         newest = not any(part.count for part in parts[index + 1 :])
         if index < len(parts) - 1 and parts[-1].count:
-            reached.append(self._reached())
+            reached.append(self.reached())
         if newest:
             return _marked(memory, marks[-1], torch.stack(reached).amax(0))
-        return _placed(dataclasses.replace(self, memory=memory), torch.stack(reached).amax(0))
+        return placed(dataclasses.replace(self, memory=memory), torch.stack(reached).amax(0))
 
     def merge(self, other: "LayerMemory", *, span: str | None = None) -> "LayerMemory":
         """The memory of what this one read and then what the other read, apart: neither saw the other.
@@ -217,7 +217,7 @@ class LayerMemory:
         last = other if other.memory.count else self
         others = tuple(mine.merge(theirs, span=span) for mine, theirs in zip(self.others, other.others, strict=True))
         merged = LayerMemory(memory, last.tail, 0, None, last.carried, others)
-        return _placed(merged, torch.maximum(self._reached(), other._reached()))
+        return placed(merged, torch.maximum(self.reached(), other.reached()))
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class LayerMemory:
     def unbind(self) -> "tuple[LayerMemory, ...]":
         """A memory for each sequence, without the padding that ``stack`` gave it."""
         rows = (
-            _placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self._reached()[row : row + 1])
+            placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self.reached()[row : row + 1])
             for row, memory in enumerate(self.memory.unbind())
         )
         others = [other.unbind() for other in self.others]
@@ -308,7 +308,7 @@ class LayerMemory:
         """What ``verb`` makes of this memory, beside what it makes of the others."""
         return dataclasses.replace(verb(self), others=tuple(verb(other) for other in self.others))
 
-    def _reached(self) -> Tensor:
+    def reached(self) -> Tensor:
         """The position of the next token, (B,) int64."""
         start = torch.full((self.batch,), self.length, dtype=torch.int64, device=self.memory.form.device)
         return start if self.padding is None else start - self.padding
@@ -316,7 +316,7 @@ class LayerMemory:
     def _mark(self) -> dict[str, Tensor]:
         """How the layer stands: what ``_marked`` goes back to."""
         tail = {} if self.tail is None else {"tail": self.tail}
-        reached = self._reached()
+        reached = self.reached()
         return {"length": reached, "padding": torch.zeros_like(reached), **tail} | {
             f"carried.{name}": value for name, value in self.carried.items()
         }
@@ -344,7 +344,7 @@ def _padding(before: Tensor | None, key_padding_mask: Tensor | None) -> Tensor |
     return absent if before is None else before + absent
 
 
-def _placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
+def placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
     """The layer with its next tokens at the positions ``reached`` (B,)."""
     length = int(reached.max())
     padding = length - reached
@@ -354,7 +354,7 @@ def _placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
 def _marked(memory: Memory, mark: Mapping[str, Tensor], reached: Tensor) -> LayerMemory:
     """The layer as it stood at a mark."""
     carried = {name.removeprefix("carried."): value for name, value in mark.items() if name.startswith("carried.")}
-    return _placed(LayerMemory(memory, mark.get("tail"), carried=carried), reached)
+    return placed(LayerMemory(memory, mark.get("tail"), carried=carried), reached)
 
 
 def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
@@ -362,7 +362,7 @@ def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
     tails = [layer.tail for layer in layers if layer.tail is not None]
     carried = {name: torch.cat([layer.carried[name] for layer in layers]) for name in layers[0].carried}
     rows = LayerMemory(memory, torch.cat(tails) if tails else None, carried=carried)
-    return _placed(rows, torch.cat([layer._reached() for layer in layers]))
+    return placed(rows, torch.cat([layer.reached() for layer in layers]))
 
 
 def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], origin: str = "") -> None:

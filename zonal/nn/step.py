@@ -1,0 +1,172 @@
+"""A decoding step as a function of tensors, which ``torch.compile`` and ``torch.export`` trace."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zonal.algebra import Operator
+from zonal.errors import ArgumentError
+from zonal.memory import KeyValues, Memory
+from zonal.memory.form import Form
+from zonal.nn.memory import LayerMemory, placed
+from zonal.nn.mixer import TokenMixer
+
+State = dict[str, Tensor]
+"""The tensors that a step hands to the next one, by name."""
+
+_TOKEN_AXES = {"k": 2, "v": 2, "mask": 1, "log_decay": 2, "key_bias": 2}
+_FOR_SUBTRACT = ("seam", "border")
+
+
+class _Kind(NamedTuple):
+    """What a memory is besides its tensors."""
+
+    memory: type[Memory]
+    operator: Operator
+    form: Form
+    grows: bool
+    others: "tuple[_Kind, ...]"
+
+    @classmethod
+    def of(cls, layer: LayerMemory) -> "_Kind":
+        held = layer.memory
+        grows = isinstance(held, KeyValues) and held.reach is None
+        return cls(type(held), held.operator, held.form, grows, tuple(cls.of(other) for other in layer.others))
+
+
+class DecodeStep(nn.Module):
+    """(x, state) -> (y, state): a layer that goes on from a memory, with all that changes as tensors.
+
+    It computes what ``layer(x, memory)`` does, in torch on the streaming path. Nothing is changed in place.
+
+        step = nn.DecodeStep(layer, memory)
+        state = step.state(memory)
+        program = torch.export.export(step, (x, state), dynamic_shapes=step.dynamic_shapes(state))
+        y, state = program.module()(x, state)
+        memory = step.memory(state)
+
+    A memory of sums has a state of fixed size. Keys and values grow by the tokens of x; with a Window prior they are
+    as many as the window holds from the start, where missing ones are masked. Ridge and Koopman read-outs solve anew
+    at each step, in O(r³) for keys of r numbers, where a decoder keeps its inverse up to date in O(r²).
+
+    Args:
+        layer: a causal layer.
+        memory: a memory of the layer, from its ``empty_memory`` or after a text. Sums may be empty; keys and values of
+            an exported step need at least two tokens, since ``torch.export`` treats sizes 0 and 1 as constants.
+
+    Raises: ArgumentError for a memory of another layer, one with named spans, and one that waits for whole chunks.
+    """
+
+    def __init__(self, layer: TokenMixer, memory: LayerMemory) -> None:
+        super().__init__()
+        self.layer = layer
+        _check(layer, memory)
+        self._kind = _Kind.of(memory)
+
+    def state(self, memory: LayerMemory) -> State:
+        """The tensors of a memory of the layer, of any number of sequences."""
+        _check(self.layer, memory)
+        return _tensors(memory)
+
+    def memory(self, state: State) -> LayerMemory:
+        """The memory of a state. It counts the tokens that it holds, without padding that all sequences have."""
+        return _placed_anew(_memory(state, self._kind, None))
+
+    def dynamic_shapes(self, state: State) -> tuple[None, dict[str, Any]]:
+        """What ``torch.export.export`` takes for (x, state): kept tokens may be any number from two on."""
+        return None, _growing(state, self._kind, torch.export.Dim("tokens", min=2))
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One step.
+
+        Args:
+            x: (B, T, dim), T >= 1 new tokens; T is fixed when it is traced.
+            state: of ``state``, or of the step before.
+
+        Returns: y (B, T, dim) and the state after these tokens.
+
+        Raises: ArgumentError for a state with other tensors than the memory has.
+        """
+        y, memory = self.layer(x, _memory(state, self._kind, 1), path="streaming")
+        after = _tensors(memory)
+        if after.keys() != state.keys():
+            raise ArgumentError(
+                f"nn.DecodeStep: the state must hold {', '.join(sorted(after))}; received {', '.join(sorted(state))}. "
+                "Make it with state(memory), of a memory that has read at least one token."
+            )
+        return y, after
+
+
+def _check(layer: TokenMixer, memory: LayerMemory) -> None:
+    if not isinstance(memory, LayerMemory) or memory.operator is not layer.operator:
+        raise ArgumentError(
+            "nn.DecodeStep: a memory of the layer is required. Make it with its empty_memory(), or end a decoder with "
+            "value()."
+        )
+    for one in (memory, *memory.others):
+        if one.memory.parts:
+            raise ArgumentError(
+                "nn.DecodeStep: the memory has named spans, whose number is no tensor. Take memory.unnamed()."
+            )
+        if one.memory.chunk is not None:
+            raise ArgumentError(
+                f"nn.DecodeStep: operator {one.operator.name!r} waits for whole chunks, so that a step depends on the "
+                "number of tokens before it and is not one graph. Use memory.decoder()."
+            )
+
+
+def _tensors(layer: LayerMemory) -> State:
+    held = layer.memory
+    if isinstance(held, KeyValues) and held.reach is not None:
+        tokens = held.preceded(held.reach - held.tokens.length).tokens
+        real = torch.ones(held.batch, held.reach, dtype=torch.bool, device=held.form.device)
+        named = tokens._replace(mask=real if tokens.mask is None else tokens.mask).named()
+    else:
+        named = {name: x for name, x in held.tensors().items() if not name.startswith(_FOR_SUBTRACT)}
+    if "padding" in named:  # the number of tokens is an int, that of real tokens a tensor
+        named["real"] = held.count - named.pop("padding")
+    found = {f"memory.{name}": x for name, x in named.items()}
+    found |= {f"carried.{name}": x for name, x in layer.carried.items()}
+    found |= {"position": layer.reached()} | ({} if layer.tail is None else {"tail": layer.tail})
+    for index, other in enumerate(layer.others):
+        found |= {f"others.{index}.{name}": x for name, x in _tensors(other).items()}
+    return {name: x.contiguous() for name, x in found.items()}
+
+
+def _under(state: State, start: str) -> State:
+    return {name.removeprefix(start): x for name, x in state.items() if name.startswith(start)}
+
+
+def _memory(state: State, kind: _Kind, count: int | None) -> LayerMemory:
+    """count: how many tokens memories of sums shall have, padding included; None = the most real ones."""
+    named, position = _under(state, "memory."), state["position"]
+    if "real" in named:
+        real = named.pop("real")
+        count = int(real.max()) if count is None else count
+        named["padding"] = count - real
+        held = count
+    else:
+        held = named["k"].shape[2]
+    form = kind.form._replace(batch=position.shape[0], device=position.device)
+    memory = kind.memory.restored(kind.operator, form, held, named, {})
+    others = tuple(_memory(_under(state, f"others.{i}."), one, count) for i, one in enumerate(kind.others))
+    return LayerMemory(memory, state.get("tail"), 0, -position, _under(state, "carried."), others)
+
+
+def _placed_anew(layer: LayerMemory) -> LayerMemory:
+    found = placed(layer, layer.reached())
+    return dataclasses.replace(found, others=tuple(_placed_anew(other) for other in found.others))
+
+
+def _growing(state: State, kind: _Kind, tokens: Any) -> dict[str, Any]:
+    axes = {f"memory.{name}": axis for name, axis in _TOKEN_AXES.items()} if kind.grows else {}
+    found = {name: {axes[name]: tokens} if name in axes else None for name in state if not name.startswith("others.")}
+    for index, other in enumerate(kind.others):
+        start = f"others.{index}."
+        found |= {start + name: axis for name, axis in _growing(_under(state, start), other, tokens).items()}
+    return found
+
+
+__all__ = ["DecodeStep"]
