@@ -1,4 +1,4 @@
-"""The one entry: prepare, plan, run, return."""
+"""``attention``, the entry point of the library: it prepares a call, plans it and runs it."""
 
 import contextlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whether what a call is about to allocate fits into the memory that is free."""
+"""Checks that an allocation fits into free memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Errors meant for people: each names the call, what was required, what came, and what to do next.
+"""Errors for users: each names the call, what was required, what was received, and what to do next.
 
 The command line prints these in one line and exits with status 2; anything else is a defect and keeps its traceback.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class ZonalError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class ArgumentError(ZonalError, ValueError):
@@ -20,7 +20,7 @@ class PathError(ZonalError, ValueError):
 
 
 class FileFormatError(ZonalError, ValueError):
-    """A file is missing, truncated, corrupt, or not what was asked for."""
+    """A file is missing, truncated, corrupt, or of another kind than required."""
 
 
 class NonFiniteError(ZonalError, ArithmeticError):
@@ -32,7 +32,7 @@ class ConvergenceError(ZonalError, ArithmeticError):
 
 
 class MissingKernelsWarning(UserWarning):
-    """No compiled kernel can be had for want of a compiler, so that torch runs in its place. Said once in a process."""
+    """No compiler was found for the kernels, so that torch is used instead. Given once per process."""
 
 
 class InsufficientMemoryError(ZonalError, MemoryError):

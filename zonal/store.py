@@ -74,7 +74,7 @@ def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
 
 @contextlib.contextmanager
 def understood(call: str, path: str | os.PathLike[str] | Traversable) -> Iterator[None]:
-    """Whatever does not fit inside a file that is whole is the file's fault, said in one line with its name.
+    """Turn errors on the contents of an intact file into a FileFormatError in one line that names the file.
 
     Raises: FileFormatError.
     """

@@ -1,4 +1,4 @@
-"""Plain values against annotations: what a line of text or a file says, before it is used."""
+"""Checks of plain values, read from text or files, against type annotations."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def described(hint: Any) -> str:
-    """An annotation as people read it: "a whole number or None"."""
+    """An annotation in words: "a whole number or None"."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return described(parts[0])

@@ -1,4 +1,4 @@
-"""What an attention operator is: one module a slot, declarations only."""
+"""Declarations of attention operators, with one module per slot."""
 
 from zonal.algebra import anchor, hashing, ledger, link, metric, prior, score
 from zonal.algebra.declaration import Move

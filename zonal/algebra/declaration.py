@@ -42,7 +42,7 @@ class Move:
 
     @property
     def line(self) -> str:
-        """The move without what follows from it, for people."""
+        """The move in words, without its consequences."""
         return f"{self.step} [{self.slot}] {self.name}: {self.assumes}{f' ({self.settings})' if self.settings else ''}"
 
 
@@ -72,7 +72,7 @@ class Declaration:
     have one row per query head.
     """
     later: ClassVar[tuple[str, ...]] = ()
-    """Fields that came after files had been written without them: ``config()`` leaves them out at their default."""
+    """Fields added after the first files were written: ``config()`` omits them at their default."""
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
@@ -103,7 +103,7 @@ class Declaration:
         return {}
 
     def moves(self) -> tuple[Move, ...]:
-        """What this declaration assumes and what follows, for the ledger."""
+        """The assumptions of this declaration and their consequences, for the ledger."""
         return ()
 
     def settings(self) -> str:
@@ -150,7 +150,7 @@ def _of_library(kind: type) -> bool:
 
 
 def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
-    """The declaration that ``config()`` wrote down. slot: what it is to fill, for the error of an unknown type."""
+    """The declaration that ``config()`` wrote down. slot: the slot to fill, named in the error for an unknown type."""
     fields = dict(config)
     name = fields.pop("type", None)
     valid = REGISTRY

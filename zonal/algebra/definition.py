@@ -9,7 +9,7 @@ from zonal.algebra.prior import Bias, Visibility
 
 
 class _Clamp(torch.autograd.Function):
-    """Clamp whose gradient passes: a cosine leaves [-1, 1] by rounding only, and rounding has no derivative."""
+    """Clamp with an unchanged gradient, since a cosine leaves [-1, 1] by rounding only."""
 
     generate_vmap_rule = True  # torch.func may pass through
 
@@ -19,7 +19,7 @@ class _Clamp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        """Nothing is kept."""
+        """Nothing is saved for backward."""
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -41,7 +41,7 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``kernel`` of each query with the key in its own place only: q, k (B, H, T, D) -> (B, H, T)."""
+    """``kernel`` of each query with the key at its own position only: q, k (B, H, T, D) -> (B, H, T)."""
     batch, heads, count, _ = q.shape
     alone = (x.transpose(1, 2).reshape(batch * count, heads, 1, x.shape[-1]) for x in (q, k))
     return kernel(bound, coefficients, *alone).view(batch, count, heads).transpose(1, 2)

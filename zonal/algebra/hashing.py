@@ -12,7 +12,7 @@ MOST_BITS, MOST_PROJECTIONS = 16, 4
 
 
 class Search(Declaration, abstract=True):
-    """How candidates for a query's nearest keys are found."""
+    """Base of searches for candidates of a query's nearest keys."""
 
     slot = "search"
 
@@ -69,7 +69,7 @@ class LSH(Search):
         require(self.width > 0, f"hashing.LSH: width (of a cell) must be > 0, received {self.width}.")
 
     def sized(self, keys: int, spaces: int = 1) -> "LSH":
-        """With ``bits`` for so many keys and spaces, where they had been left open."""
+        """This search with open ``bits`` set for a number of keys and spaces."""
         return (
             self
             if self.bits is not None
@@ -78,7 +78,7 @@ class LSH(Search):
 
     @property
     def most(self) -> int:
-        """How many keys a query meets at most."""
+        """The most keys that a query visits."""
         return self.tables * self.reach + self.window
 
     def moves(self) -> tuple[Move, ...]:

@@ -1,4 +1,4 @@
-"""Polynomials on tiles: values, derivatives, and the sums that gradients of coefficients are made of."""
+"""Polynomials on tiles: values, derivatives, and sums for the gradients of coefficients."""
 
 import torch
 from torch import Tensor

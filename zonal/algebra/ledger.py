@@ -24,7 +24,7 @@ def ordered(moves: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def text(moves: Sequence[Move]) -> str:
-    """The moves of one operator as lines: each with what it assumes, and below it what follows."""
+    """The moves of one operator as lines: each with its assumption, and its consequences below."""
     lines = [ROOT]
     for index, move in enumerate(moves):
         last = index == len(moves) - 1

@@ -10,7 +10,7 @@ _readers: list[Reader] = []
 
 
 def reads_specs(reader: Reader) -> Reader:
-    """Make a function the one that reads specs; ``zonal.mechanisms`` does so when it is imported."""
+    """Register the function that reads specs; ``zonal.mechanisms`` calls this when it is imported."""
     _readers[:] = [reader]
     return reader
 

@@ -30,11 +30,11 @@ LEAK = (
     "on: the plan is the identity). "
     "Leave it out, or use anchor.Row()"
 )
-"""Why a causal order and weights that depend on all queries exclude each other; for people, after a subject."""
+"""The end of messages on causal masks with anchors that couple all queries."""
 
 
 class Tags(NamedTuple):
-    """What the planner may know about an operator. It reads these and never asks which mechanism it is."""
+    """Properties of an operator for the planner, which reads only these and never the mechanism's name."""
 
     positive: bool  # K >= 0 on every input
     log_space: bool  # the kernel is kept as its logarithm
@@ -64,7 +64,7 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """An operator's parts with the current values of what it learned, for given numbers of heads.
+    """The parts of an operator with the current values of its parameters, for given numbers of heads.
 
     coefficients: the link's, (n, H or 1, 1, 1) float64. kv: the same for the kernel among keys (rows per key head).
     anchor_params: rows per query head, except names in ``anchor.kv_rows``: rows per key head.
@@ -293,7 +293,7 @@ class Operator(nn.Module):
         return of_score or self.link.indefinite_reason(isinstance(self.score, Cosine), dim)
 
     def check(self, call: str, dim: int | None = None) -> None:
-        """Raise ArgumentError when ``refusal`` has something to say."""
+        """Raise ArgumentError if ``refusal`` gives a reason."""
         reason = self.refusal(dim)
         if reason is not None:
             raise ArgumentError(f"{call}: operator {self.name!r} cannot be run: {reason}.")
@@ -356,7 +356,7 @@ class Operator(nn.Module):
         anchor: Anchor | None = None,
         prior: Prior | tuple[Prior, ...] | None = None,
     ) -> "Operator":
-        """A new operator with some slots swapped; parts that stay keep their learned values."""
+        """A new operator with some slots replaced. Unchanged parts keep their learned values."""
         new = Operator(
             score or self.score,
             link or self.link,

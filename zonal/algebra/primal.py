@@ -8,7 +8,7 @@ from zonal.algebra.prior import Visibility
 from zonal.errors import NonFiniteError
 
 ITERATIONS = 6
-"""Power iterations of ``contraction``: as many as the Echo paper takes."""
+"""Number of power iterations in ``contraction``, as in the Echo paper."""
 
 
 def factorised(matrix: Tensor, who: str) -> Tensor:
@@ -46,7 +46,7 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
 
 
 def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor | None:
-    """Which heads take their Koopman step number ``step`` (from 0): bool (H,), or None when all do."""
+    """Which heads apply Koopman step number ``step`` (from 0): bool (H,), or None for all."""
     return (
         None
         if step < min(powers)

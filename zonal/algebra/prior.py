@@ -271,7 +271,7 @@ class Visibility:
 
     @property
     def nested(self) -> bool:
-        """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
+        """Whether each query sees a prefix of its document, as a solve by leading blocks requires."""
         if torch.compiler.is_compiling():  # a traced graph has no answers that depend on values: by the rule alone
             return self.rule is not None and not any(isinstance(prior, Window) for prior in self.rule[2])
         return bool((self.lo <= self.segment_start).all())

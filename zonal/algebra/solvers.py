@@ -1,4 +1,4 @@
-"""Conjugate gradients for many symmetric systems at once, each given by what it does to a vector."""
+"""Conjugate gradients for many symmetric systems at once, each given as a matrix-vector product."""
 
 from collections.abc import Callable
 

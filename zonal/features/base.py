@@ -127,7 +127,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
 
     @property
     def nonnegative(self) -> bool:
-        """Whether every single feature is >= 0: no rounding can then make phi_q . phi_k negative."""
+        """Whether every feature is >= 0, so that rounding cannot make phi_q . phi_k negative."""
         return False
 
     @property
@@ -229,7 +229,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         return found[0], dict(zip(names, found[1:], strict=True))
 
     def refusal(self, anchor: Anchor) -> str | None:
-        """Why this map may not serve an anchor, or None. Signed features under an anchor that divides are refused."""
+        """Why this map may not serve an anchor, or None. Anchors that divide by a sum need nonnegative features."""
         normalises = getattr(anchor, "normalises", False)
         if self.positive or not normalises or getattr(anchor, "allow_signed", False):
             return None
@@ -242,7 +242,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         )
 
     def check(self, call: str, anchor: Anchor) -> None:
-        """Raise PathError when ``refusal`` has something to say."""
+        """Raise PathError if ``refusal`` gives a reason."""
         reason = self.refusal(anchor)
         if reason is not None:
             raise PathError(f"{call}: {reason}.")

@@ -115,7 +115,7 @@ def fidelity(
 
 
 def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: Readout | None = None) -> float:
-    """The error of the plain mean of all visible values, which needs no map: what any map has to beat."""
+    """The error of the plain mean of all visible values, a baseline without any map."""
     return kernel_fidelity(torch.ones_like(data.q @ data.k.mT), data, kernel, causal=causal, readout=readout).error
 
 

@@ -13,7 +13,7 @@ from zonal.features.random import convolve, count_sketch
 
 @dataclass(frozen=True)
 class Fused(FeatureMap, abc.ABC, abstract=True):
-    """phi_left and phi_right made one."""
+    """Base of maps made of two maps, phi_left and phi_right."""
 
     left: FeatureMap
     right: FeatureMap
@@ -56,7 +56,7 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
         return {**under("left", self.left.draw(source.child("left"))), **self.draw_rest(source)}
 
     def draw_rest(self, source: Source) -> dict[str, Tensor]:
-        """What ``draw`` does, but for the left map."""
+        """As ``draw``, without the left map."""
         return under("right", self.right.draw(source.child("right")))
 
     @abc.abstractmethod

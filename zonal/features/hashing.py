@@ -73,7 +73,7 @@ def cells(function: Function, tables: int) -> list[Tensor]:
 
 
 def _mixed(parts: list[Tensor]) -> Tensor:
-    """Cells (…, tables) put together to one code below ``CODES``."""
+    """Cells (…, tables) joined to one code below ``CODES``."""
     code = parts[0]
     for part in parts[1:]:
         code = (code * _MIX + part) & 0xFFFFFFFF

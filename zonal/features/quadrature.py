@@ -126,7 +126,7 @@ def _least_squares(count: int, eps: float, least: float, most: float) -> Tensor:
 
 
 def _peaks(error: Tensor) -> Tensor:
-    """Where |error| is largest between two changes of sign."""
+    """The places of the largest |error| between changes of sign."""
     change = (error[1:].sign() != error[:-1].sign()).nonzero()[:, 0] + 1
     edges = [0, *change.tolist(), len(error)]
     return torch.tensor([a + int(error[a:b].abs().argmax()) for a, b in itertools.pairwise(edges)], dtype=torch.int64)

@@ -135,7 +135,7 @@ class Features(Score):
         return phi
 
     def _numbers(self, x: Tensor, params: Params) -> Params:
-        """What was drawn and learned, as the map takes it for x."""
+        """Buffers and parameters of the map, in the form that it takes for x."""
         dim = x.shape[-1]
         if self.dim is None:
             params = _drawn(replace(self, dim=dim))

@@ -1,4 +1,4 @@
-"""Which feature map serves which link."""
+"""The exact feature maps of links."""
 
 from zonal.algebra.link import Link
 from zonal.features.harmonic import Harmonics

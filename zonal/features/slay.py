@@ -111,7 +111,7 @@ class Slay(FeatureMap):
         return self._names([of.chosen for of in self._parts])
 
     def _names(self, of_nodes: list[tuple[str, ...]]) -> tuple[str, ...]:
-        """Names by node as those of the whole map."""
+        """Names of a node's buffers in the whole map."""
         found = [(r, name) for r, names in enumerate(of_nodes) for name in names]
         if self._once is None:
             return tuple(f"node{r}_{name}" for r, name in found)
@@ -186,7 +186,7 @@ class Slay(FeatureMap):
         return torch.cat(found, -1)
 
     def laplace_only(self) -> "Slay":
-        """The paper's baseline without x^2, with as many features: the draws make up for the anchors."""
+        """The paper's baseline without x^2, with an equal number of features through more draws."""
         factor = self.polynomial
         return (
             self

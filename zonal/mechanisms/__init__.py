@@ -46,7 +46,7 @@ SHORT = {"sq": "squared_affine"}
 
 
 def names() -> tuple[str, ...]:
-    """The names that ``resolve`` knows."""
+    """The names of all mechanisms."""
     return tuple(sorted(MECHANISMS))
 
 

@@ -1,6 +1,6 @@
 """Cosine attention, y_t = sum_s exp(cos(q_t, k_s) / tau) v_s / sum_s exp(cos(q_t, k_s) / tau), tau learned per head.
 
-Cost: T S (D + P) multiply-adds; memory of a decoder: all keys and values. Paper: Henry et al. 2020.
+Cost: T S (D + P) multiply-adds; decoder memory: all keys and values. Paper: Henry et al. 2020.
 """
 
 from zonal.algebra import Operator

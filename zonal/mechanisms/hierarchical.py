@@ -1,4 +1,4 @@
-"""Hierarchical attention: the weights closest to softmax attention whose far tokens are tied in blocks of a tree.
+"""Hierarchical attention: the weights closest to softmax attention with distant tokens tied in blocks of a tree.
 
 Bidirectional. Cost: as softmax attention. Paper: Geometric Attention (003), section 2.7.
 """

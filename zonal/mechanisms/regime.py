@@ -25,7 +25,7 @@ from zonal.mechanisms.registry import mechanism
 
 
 def part_name(kind: type[Declaration]) -> str:
-    """What a declared type is called in a spec: SquaredAffine → squared_affine, TopK → topk."""
+    """The name of a declared type in a spec: SquaredAffine → squared_affine, TopK → topk."""
     return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", kind.__name__).lower()
 
 
@@ -158,7 +158,7 @@ def regime_spec(operator: Operator) -> str:
 
 
 def declaration(operator: Operator) -> str:
-    """What an operator declares, whatever it is called: equal texts are the same operator."""
+    """The declaration of an operator without its name, as text. Equal texts mean equal operators."""
     return json.dumps(
         {key: value for key, value in operator.config().items() if key not in ("name", "spec")}, sort_keys=True
     )

@@ -1,6 +1,6 @@
 """Softmax attention, y_t = sum_s exp(q_t.k_s / sqrt D) v_s / sum_s exp(q_t.k_s / sqrt D).
 
-Cost: T S (D + P) multiply-adds; memory of a decoder: all keys and values. Paper: Vaswani et al. 2017.
+Cost: T S (D + P) multiply-adds; decoder memory: all keys and values. Paper: Vaswani et al. 2017.
 """
 
 from zonal.algebra import Operator

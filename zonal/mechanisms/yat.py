@@ -1,6 +1,6 @@
 """Spherical Yat attention: K = x^2 / (2 + eps - 2x), x = cos(q, k), rows divided by their sum.
 
-Cost: T S (D + P) multiply-adds; memory of a decoder: all keys and values. Paper: SLAY.
+Cost: T S (D + P) multiply-adds; decoder memory: all keys and values. Paper: SLAY.
 """
 
 from zonal.algebra import Operator

@@ -96,13 +96,13 @@ class Factor:
         return values.new_zeros(shape).scatter_add(-2, index, values.expand(index.shape))
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest (..., size, P) of values (..., n, P). Its gradient is shared by those that are equally large."""
+        """The maxima (..., size, P) of values (..., n, P). Equal maxima share the gradient."""
         index = self._index(values)
         start = values.new_zeros(*index.shape[:-2], self.size, index.shape[-1])
         return start.scatter_reduce(-2, index, values.expand(index.shape), "amax", include_self=False)
 
     def masses(self, mass: Tensor | None = None) -> Tensor:
-        """The mass (..., size) of coarse buckets from that of fine ones (..., n); None = 1 each: how many there are."""
+        """The mass (..., size) of coarse buckets from that of fine ones (..., n). None = 1 each, which counts them."""
         mass = torch.ones(self.to.shape, device=self.to.device, dtype=torch.float32) if mass is None else mass
         return self.total(mass[..., None])[..., 0]
 
@@ -116,7 +116,7 @@ class Factor:
         return (self.total(values * mass) / self.total(mass)).to(values.dtype)
 
     def pulled(self, values: Tensor) -> Tensor:
-        """Values (..., size, P) of coarse buckets at each of their fine ones, (..., n, P): un-merged."""
+        """Values (..., size, P) of coarse buckets copied to their fine buckets, (..., n, P)."""
         index = self._index(values)
         return values.expand(*index.shape[:-2], *values.shape[-2:]).gather(-2, index)
 
@@ -160,7 +160,7 @@ class Buckets:
         return self.records == coarser.records and self._met(coarser)[1] is None
 
     def same(self, other: "Buckets") -> bool:
-        """Whether both put the same records together: equal up to the names of buckets."""
+        """Whether both group the same records, so that they are equal up to the names of buckets."""
         return self.refines(other) and other.refines(self)
 
     def factor(self, coarser: "Buckets") -> Factor:
@@ -191,7 +191,7 @@ class Buckets:
 
 
 class Tokens(Buckets):
-    """Each of ``count`` records by itself: the carrier of a standard transformer, finer than every other."""
+    """The carrier with one bucket per record: that of a standard transformer, and the finest of all."""
 
     def __init__(self, count: int) -> None:
         require_whole("Tokens: count", count)
@@ -199,7 +199,7 @@ class Tokens(Buckets):
 
 
 class Aggregation:
-    """How the evidence of all fine pairs becomes that of a coarse one."""
+    """How the evidence of fine pairs is aggregated to that of a coarse pair."""
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         """log K (..., T, S) with its columns gathered: (..., T, size)."""

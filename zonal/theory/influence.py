@@ -112,7 +112,7 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _is_list(layers: Layer | Sequence[Layer]) -> bool:
-    """Whether several layers are meant: a tuple of priors is one layer."""
+    """Whether ``layers`` is a list of layers. A tuple of priors is one layer."""
     return not isinstance(layers, Tensor | Prior) and not (
         isinstance(layers, tuple) and all(isinstance(part, Prior) for part in layers)
     )
@@ -142,7 +142,7 @@ def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tens
 
 
 def _after(relation: Tensor, before: Tensor) -> Tensor:
-    """The boolean product: counts of ways are below 2^24, and so exact."""
+    """The boolean product, by counts of paths, which are exact below 2^24."""
     return (relation.float() @ before.float()) > 0
 
 

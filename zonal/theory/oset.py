@@ -31,7 +31,7 @@ Stage = TypeVar("Stage")
 
 
 class Verdict(IntEnum):
-    """What is reported of a record."""
+    """The report on a record."""
 
     CONTRADICTED = -1
     UNDECIDED = 0
@@ -78,7 +78,10 @@ class OSet(Generic[Stage]):
         return OSet(lambda stage: torch.logical_and(*_alike("meet", self.at(stage), other.at(stage))))
 
     def product(self, other: "OSet[Stage]") -> "OSet[Stage]":
-        """On pairs of records, the first ones' axes before the second ones': both are accepted."""
+        """The o-set on pairs of records that accepts a pair if both records are accepted.
+
+        Axes of this o-set come first.
+        """
 
         def accepts(stage: Stage) -> Tensor:
             mine, theirs = self.at(stage), other.at(stage)
@@ -124,7 +127,7 @@ class Reporter(Generic[Stage]):
 
     @property
     def decided(self) -> OSet[Stage]:
-        """What either accepts."""
+        """The o-set of records that either accepts."""
         return self.yes.join(self.no)
 
     def report(self, stage: Stage) -> Tensor:
@@ -137,7 +140,7 @@ class Reporter(Generic[Stage]):
         return not any(bool(self.yes.meet(self.no).at(stage).any()) for stage in stages)
 
     def consistent(self, subject: OSet[Stage], stages: Iterable[Stage]) -> bool:
-        """Whether, at these stages, ``yes`` accepts only what the o-set reported on does, and ``no`` nothing of it."""
+        """Whether, at these stages, ``yes`` accepts a subset of the given o-set, and ``no`` nothing in it."""
         return self.yes.refines(subject, stages := tuple(stages)) and not any(
             bool(self.no.meet(subject).at(stage).any()) for stage in stages
         )

@@ -34,7 +34,7 @@ class Observed(NamedTuple):
 
 
 class Probe:
-    """An observable of a kernel. ``left``, ``right``: whether it sees nothing of a positive factor a row, a column."""
+    """An observable of a kernel. ``left``, ``right``: whether it is blind to positive factors per row, per column."""
 
     @property
     def left(self) -> bool:
@@ -51,7 +51,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Rows(Probe):
-    """The row-conditional K_ts / sum_u K_tu. A row without a key is seen as empty, with the factor 1."""
+    """The row-conditional K_ts / sum_u K_tu. A row without a key is empty, with the factor 1."""
 
     @property
     def left(self) -> bool:
@@ -70,7 +70,10 @@ class Rows(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Kernel(Probe):
-    """K itself, times a constant factor a row: no scaling is hidden. log_factor (T,): its logarithm, None = 0."""
+    """K itself, times a constant factor per row, so that no scaling is hidden.
+
+    log_factor (T,): its logarithm, None = 0.
+    """
 
     log_factor: Tensor | None = None
 
@@ -288,7 +291,9 @@ class Energies(NamedTuple):
 
 
 def energies(scores: Tensor, weight: Tensor | None = None) -> Energies:
-    """How much of scores (..., T, S) is row field (which a row probe does not see), column field, and interaction."""
+    """The energies of the row field (invisible to a row probe), the column field and the interaction of scores (..., T,
+    S).
+    """
     scores = _checked("probe.energies", scores)
     weight = _weights("probe.energies", scores, weight)
     filled = _filled(scores)

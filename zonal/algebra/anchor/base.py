@@ -129,7 +129,7 @@ class Anchor(Declaration, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.weights")
 
     def output_scale(self, params: Params, heads: int) -> Tensor | None:
-        """A factor a head on y, (H or 1,), or None."""
+        """A factor of y per head, (H or 1,), or None."""
         return None
 
 
@@ -170,7 +170,7 @@ class SumAnchor(Anchor, abstract=True):
         return State(a.total * keep_a + b.total * keep_b, a.mass * keep_a + b.mass * keep_b, top)
 
     def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
-        """What the row's K is multiplied by, (B, H, T, 1); with ``log`` its negative logarithm, +inf for empty rows."""
+        """The factor of each row of K, (B, H, T, 1). With ``log`` its negative logarithm, +inf for empty rows."""
         raise NotImplementedError(f"{type(self).__name__}.factor")
 
     def finalise(self, state: State, count: Tensor, log: bool) -> tuple[Tensor, Tensor]:

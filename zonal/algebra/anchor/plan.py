@@ -32,7 +32,7 @@ from zonal.algebra.declaration import Derived, Move, require, require_whole
 from zonal.errors import ConvergenceError, NonFiniteError
 
 ABSENT = -1e30
-"""The log mass of a query or key that takes no part: its exponential is zero, and its sums with scores stay finite."""
+"""The log mass of an excluded query or key. Its exponential is zero, and its sums with scores stay finite."""
 # how many steps back are mixed, by how much an error may rise before they are forgotten, and what keeps their weights
 # small, in roundings
 _PAST, _RISE, _REGULAR = 10, 2.0, 10.0
@@ -43,14 +43,14 @@ _FAR, _COARSE = 1e4, 1e-2
 
 
 class Step(NamedTuple):
-    """What a rule makes of l: the potential, and -d potential / dl."""
+    """The result of a rule: the potential, and -d potential / dl."""
 
     potential: Tensor
     slope: Tensor
 
 
 def present(log_mass: Tensor) -> Tensor:
-    """Which tokens take part, bool."""
+    """Which tokens are included, bool."""
     return log_mass > ABSENT / 2
 
 
@@ -98,11 +98,11 @@ class PlanAnchor(Anchor, abstract=True):
         self.check_rules()
 
     def check_rules(self) -> None:
-        """Raise ArgumentError for numbers of the two rules that make no sense."""
+        """Raise ArgumentError for invalid numbers of the two rules."""
 
     @property
     def by_kernel(self) -> bool:
-        """Whether the plan is to be close to K, not to mu nu^T K: potentials then depend on the masses, too."""
+        """Whether the plan is close to K and not to mu nu^T K. Potentials then depend on the masses, too."""
         return False
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:
@@ -245,7 +245,7 @@ class PlanAnchor(Anchor, abstract=True):
         rows: Callable[[Tensor, Tensor], Tensor],
         columns: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """The potentials with the derivative of the fixed point: one Newton step whose matrix is a constant."""
+        """The potentials with the derivative of the fixed point, by one Newton step with a constant matrix."""
         first = self.stepped(self.query_step, rows, marginals.query, marginals.key, at.query, at.key, True)
         if not first.potential.requires_grad:
             return first.potential, at.key

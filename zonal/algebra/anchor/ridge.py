@@ -84,7 +84,7 @@ class Ridge(Anchor):
 
     @property
     def moving(self) -> bool:
-        """Whether the ridge follows the keys seen, so that each query solves with a ridge of its own."""
+        """Whether the ridge depends on the visible keys, so that each query solves with its own ridge."""
         return self.mode == "running_max" or self.relative > 0
 
     @property
@@ -94,7 +94,7 @@ class Ridge(Anchor):
 
     @property
     def by_query(self) -> bool:
-        """Whether each query needs an inverse of its own, which no block of queries shares."""
+        """Whether each query needs its own inverse, so that blocks of queries cannot share one."""
         return self.moving or self.spectral
 
     def initial(self) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Ridge(Anchor):
         return rows.masked_fill(~blocks.visible, 0)
 
     def _general(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
-        """Any visible set: one solve a query."""
+        """Weights for any visible set, by one solve per query."""
         kk = blocks.kk
         assert kk is not None
         if kernel.shape[-1] == 0:

@@ -58,7 +58,7 @@ class Link(Declaration, abstract=True):
         return 1
 
     def sized(self, dim: int) -> "Link":
-        """The link for heads of ``dim`` numbers, where it had left their number open."""
+        """The link for heads of ``dim`` numbers, with open sizes filled in."""
         return self
 
     def spread(self, heads: int) -> "Link":
@@ -78,11 +78,11 @@ class Link(Declaration, abstract=True):
         return f"link {type(self).__name__} is not known to keep inner products positive definite"
 
     def indefinite_reason_of_distance(self) -> str | None:
-        """The same where x is minus a distance of negative type."""
+        """As ``indefinite_reason``, where x is minus a distance of negative type."""
         return f"link {type(self).__name__} of a distance need be none; use link.Exp()"
 
     def coefficients(self, params: Params) -> Tensor:
-        """(n, H, 1, 1) in float64, differentiable in what is learned."""
+        """Coefficients (n, H, 1, 1) in float64, differentiable in the parameters."""
         return NO_COEFFICIENTS
 
     def monomials(self, c: Tensor) -> Tensor:

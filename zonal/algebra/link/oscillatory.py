@@ -1,4 +1,4 @@
-"""Waves of a distance that fade."""
+"""Decaying waves of a distance."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What every metric has in common, and the sum that distances come from."""
+"""Base class of metrics, and sums of distances."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,9 +10,9 @@ from zonal.formula import Formula, Term
 
 
 class DotReduction(NamedTuple):
-    """A score that is no dot product as the tile kernels take it, under the link exp: log K = h(scale a(q) . b(k)).
+    """A score as a function of a dot product, for the tile kernels with the link exp: log K = h(scale a(q) . b(k)).
 
-    formula: has h, in log space. extra: how many numbers a and b have more than q and k.
+    formula: has h, in log space. extra: how many more numbers a and b have than q and k.
     """
 
     formula: Formula
@@ -30,13 +30,13 @@ class Metric(Declaration, abstract=True):
 
     slot = "metric"
     curvature: ClassVar[int | None] = None
-    """Of the space, where it is the same everywhere: 0 flat, 1 a sphere, -1 hyperbolic."""
+    """Curvature of a space of constant curvature: 0 flat, 1 a sphere, -1 hyperbolic. None for other spaces."""
     negative_type: ClassVar[bool] = False
     """Whether exp(-t d) is a positive definite kernel for every t > 0."""
 
     @property
     def title(self) -> str:
-        """What people call the distance."""
+        """The usual name of the distance."""
         return type(self).__name__
 
     def indefinite_reason(self) -> str | None:
@@ -66,7 +66,7 @@ class Metric(Declaration, abstract=True):
         return {}
 
     def passes(self, dim: int) -> int:
-        """About how often ``pair`` of points of ``dim`` numbers goes over all pairs, beside its product."""
+        """About how many elementwise passes ``pair`` makes over all pairs besides its product."""
         return 5
 
     def check(self, dim: int) -> None:
@@ -77,7 +77,7 @@ class Metric(Declaration, abstract=True):
         return q
 
     def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """What ``key`` returned, in the place of a query."""
+        """A prepared key in the form of a prepared query."""
         return self.query(k, params)
 
     def key(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class Metric(Declaration, abstract=True):
         return dim
 
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
-        """What was learned and people can read, in plain lists."""
+        """Learned values as plain lists, for people."""
         return {}
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:

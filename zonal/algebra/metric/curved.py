@@ -49,7 +49,7 @@ class Sphere(Metric):
 
     @property
     def _least(self) -> float:
-        """The angle that eps alone makes."""
+        """The angle due to eps, at coincident points."""
         return 2 * math.atan2(self.eps, math.sqrt(4 + self.eps**2))
 
     def typical(self, dim: int) -> float:
@@ -90,7 +90,7 @@ def _polar(x: Tensor) -> _Polar:
 
 
 def _near(gap: Tensor) -> tuple[Tensor, ...]:
-    """Where directions nearly agree: few places, but for points on a line."""
+    """Pairs of nearly equal directions. There are few, except for points on a line."""
     return (gap < _NEAR).nonzero(as_tuple=True)
 
 

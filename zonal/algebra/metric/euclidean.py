@@ -1,4 +1,4 @@
-"""The straight metrics: a distance and its square."""
+"""Euclidean metrics: a distance and its square."""
 
 import math
 from dataclasses import dataclass, replace

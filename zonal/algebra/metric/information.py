@@ -17,7 +17,7 @@ class FisherRao(Metric):
 
     It is smooth as ``Sphere`` and at most pi.
 
-    Raises: ArgumentError for eps <= 0. Source: REWA (004).
+    Raises: ArgumentError for eps <= 0.
     """
 
     negative_type: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class LeCam(Metric):
     Paper 004 calls it Fisher's information distance, but that one (``FisherRao``) is up to 2.2 times as long. Cost:
     five operations per pair and number, since it is not a dot product.
 
-    Raises: ArgumentError for eps <= 0. Source: REWA (004).
+    Raises: ArgumentError for eps <= 0.
     """
 
     eps: float = 1e-4

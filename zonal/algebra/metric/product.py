@@ -147,13 +147,13 @@ class Product(Metric):
         return sum(factor.passes(size) for factor, size in parts)
 
     def head_weights(self, params: dict[str, Tensor], like: Tensor) -> Tensor:
-        """w g (H or 1, factors), in the type of ``like``, from what was learned."""
+        """w g (H or 1, factors) of the parameters, in the dtype of ``like``."""
         weight = F.softplus(params["weight"].to(like)) if self.learn else like.new_tensor(self._start())[None]
         return weight if self.gates is None else weight * _Open.apply(params["gate"].to(like))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the factors, numbered where two are of a kind."""
+        """Names of the factors, numbered where two have the same type."""
         kinds = [type(factor).__name__ for factor in self.factors]
         return tuple(
             kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}"

@@ -1,4 +1,4 @@
-"""A metric whose tensor is learned: g(x) a positive definite matrix at every point, by a small network of the point."""
+"""A metric with a learned tensor: a small network gives a positive definite matrix g(x) at every point."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""The distance of shapes: Wasserstein's, between persistence diagrams of dimension 0."""
+"""The Wasserstein distance between persistence diagrams of dimension 0."""
 
 from dataclasses import dataclass
 

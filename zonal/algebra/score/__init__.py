@@ -1,4 +1,4 @@
-"""Scores: how a query and a key become one number, S_ts."""
+"""Scores: one number S_ts per query and key."""
 
 from zonal.algebra.score.base import Clipped, Cosine, Dot, Fused, NegativeDistance, Params, Score, unit
 from zonal.algebra.score.operators import Categorical, OperatorPath

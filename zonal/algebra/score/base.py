@@ -1,4 +1,4 @@
-"""Scores: how a query and a key become one number, S_ts.
+"""Scores: one number S_ts per query and key.
 
 A score first prepares queries and keys one by one (normalise, scale, map), then pairs them. Everything a memory stores
 is a prepared key. For ``bilinear`` scores the pairing is a plain dot product of prepared vectors, which is what feature
@@ -56,7 +56,7 @@ class Clipped(NamedTuple):
 
 
 def low_rank(meet: str) -> Move:
-    """The move of scores that are dot products of prepared vectors. meet: through what queries and keys do."""
+    """The ledger's move of scores that are dot products of prepared vectors. meet: the form of the product."""
     dot = Derived(
         "low rank",
         "hence the score is a dot product: the best scores of a rank are dot products of vectors of that size (Eckart "
@@ -91,7 +91,7 @@ class Score(Declaration, abstract=True):
 
     @property
     def one_map(self) -> bool:
-        """Whether a layer makes queries and keys with one map."""
+        """Whether a layer makes queries and keys with one projection."""
         return False
 
     @property
@@ -128,11 +128,13 @@ class Score(Declaration, abstract=True):
         return dim
 
     def passes(self, dim: int) -> int:
-        """About how often ``pair`` goes over all pairs beside its product, for heads of size ``dim``."""
+        """About how many elementwise passes ``pair`` makes over all pairs besides its product, for heads of size
+        ``dim``.
+        """
         return 0
 
     def sized(self, dim: int, heads: int) -> "Score":
-        """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
+        """The score for heads of size ``dim`` and a number of key heads, with open sizes filled in."""
         return self
 
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
@@ -189,7 +191,7 @@ class Score(Declaration, abstract=True):
         raise NotImplementedError(f"{type(self).__name__}.reduced")
 
     def learned(self, params: Params) -> dict[str, Any]:
-        """What was learned and people can read, in plain lists, beside the temperature."""
+        """Learned values other than the temperature as plain lists, for people."""
         return {}
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
