@@ -93,13 +93,13 @@ def test_the_tree(capsys):
     assert code == 0
     tree, legend = out.split("\n\n")
     assert tree.splitlines()[0] == "all evidence between all records"
-    assert "= softmax, regime" in tree
+    assert "= regime, softmax" in tree
     assert "quotient [anchor] row probe: only the row-conditional of K is observed" in legend.splitlines()
     names = {line.split("─ ")[1].split(": ")[1] for line in tree.splitlines() if ": " in line}
     assert names == {line.split("] ")[1].split(": ")[0] for line in legend.splitlines()}
     code, out, err = run("--tree --causal", capsys)
     assert (code, out) == (2, "")
-    assert "--causal says nothing to the tree of all mechanisms; leave it out with --tree" in err
+    assert "--causal does not apply to the tree of all mechanisms; leave it out with --tree" in err
 
 
 # --- a trained model --------------------------------------------------------------------------------------------------

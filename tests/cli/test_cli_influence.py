@@ -46,7 +46,7 @@ def test_what_no_layer_reaches_is_a_dot(capsys):
     [
         ("--tokens 0", "influence: --tokens must be from 1 to 4,096, received 0"),
         ("--window -1", "influence: --window must be from 0 to 4,096, received -1"),
-        ("--window 4 --operator sko", "influence: --window stands in place of --operator, received both"),
+        ("--window 4 --operator sko", "influence: --window replaces --operator, received both"),
         ("--operator softmx", "softmax"),
     ],
 )

@@ -87,7 +87,7 @@ def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
     assert err == ""
     (folder,) = (tmp_path / "runs").iterdir()
     assert (
-        "Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume "
+        "Stopped with 2 of 2 runs left. Resume with the same command, or with: zonal compare --resume "
         f"{folder.relative_to(tmp_path)}" in out
     )
     assert "No run has finished yet" in (folder / "report.md").read_text()

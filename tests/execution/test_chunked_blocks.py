@@ -128,12 +128,12 @@ def test_second_derivative_is_refused(name: str) -> None:
         ("softmax", "link Exp has no finite feature map"),
         ("yat", "link Yat has no finite feature map"),
         ("distance", "no dot product of prepared vectors"),
-        ("softmax-window", "prior Window weighs each past key"),
-        ("softmax-alibi", "prior ALiBi weighs each past key"),
+        ("softmax-window", "prior Window weights each past key"),
+        ("softmax-alibi", "prior ALiBi weights each past key"),
         ("sko-chebyshev", "no finite feature map"),
         ("ridge-yat", "kernel Cosine-Yat among keys is not the plain product"),
         ("koopman-exp", "kernel Cosine-Exp among keys is not the plain product"),
-        ("ridge-window", "forgets keys one by one"),
+        ("ridge-window", "drops keys one by one"),
     ],
 )
 def test_refusals_say_why_and_what_else(name: str, words: str) -> None:

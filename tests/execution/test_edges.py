@@ -64,7 +64,7 @@ def test_a_memory_read_by_more_queries_than_new_keys(window: str, held: int) -> 
     exact = zonal.attention(q, k, v, operator, path="dense")
     _, memory = zonal.attention(q[:, :, :0], k[:, :, :held], v[:, :, :held], operator, return_memory=True)
     if held == 6:
-        with pytest.raises(ArgumentError, match="a memory with a window has let go of the first"):
+        with pytest.raises(ArgumentError, match="a memory with a window has dropped the first"):
             zonal.attention(q, k[:, :, held:], v[:, :, held:], operator, memory=memory)
     else:
         y, _ = zonal.attention(q, k[:, :, held:], v[:, :, held:], operator, memory=memory)

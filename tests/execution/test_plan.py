@@ -178,7 +178,7 @@ def test_free_memory_is_asked_only_when_it_matters(monkeypatch: pytest.MonkeyPat
         (m.softmax(), True, "chunked", "no finite feature map"),
         (m.ska(power=1), True, "tiled", "solves with the kernel among keys"),
         (m.linear(), False, "streaming", "every query waits for the last key"),
-        (m.linear().replace(prior=prior.Window(4)), True, "chunked", "forgotten positions"),
+        (m.linear().replace(prior=prior.Window(4)), True, "chunked", "does not keep positions"),
         (m.yat().replace(anchor=anchor.Ridge()), True, "chunked", "not the plain product"),
     ],
 )

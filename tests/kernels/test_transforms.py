@@ -192,7 +192,7 @@ def test_other_transforms() -> None:
             m.softmax,
             "auto",
             {"log_decay": -torch.ones(3, 2, 2, 21)},
-            "log_decay must be <= 0, which cannot be looked at",
+            "log_decay must be <= 0, which cannot be checked",
         ),
         (m.softmax, "auto", {"cu_seqlens": torch.tensor([[0, 21]] * 3)}, "cu_seqlens must be the same for all"),
     ],

@@ -64,7 +64,7 @@ def page(tmp_path_factory):
 def test_it_says_what_was_found(page):
     assert (
         "On average over 3 heads 20% of the evidence is the queries&#39; own, 30% the keys&#39; own, and 50% "
-        "interaction of queries with keys; weights do not see 10% (gauge)" in page
+        "interaction of queries with keys. 10% does not change the weights (gauge)" in page
     )
     assert "explains from 40% (head 3.1) to 90% (head 1.2)" in page
     assert "Layer 2 is left out: the kernel of sko may be negative." in page

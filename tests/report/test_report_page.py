@@ -252,7 +252,7 @@ def test_beyond_the_spread_is_said(tmp_path):
 def test_one_seed_decides_nothing(tmp_path):
     summary = difference(tmp_path, {"softmax": (0.70,), "sko": (0.94,)}, seeds=(0,))
     assert summary.verdicts[0].within is None
-    assert "With one seed nobody can say" in summary.headline
+    assert "One seed cannot show" in summary.headline
 
 
 @pytest.mark.parametrize(("jitter", "words"), [(0.0, "trains fastest"), (1e6, "within the spread of these runs")])

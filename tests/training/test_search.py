@@ -133,7 +133,7 @@ def test_sizes_that_do_not_fit_are_skipped_with_the_models_words():
     ranks = moves(START, replace(MODEL, qk_dim=8), kinds=("rank",))
     assert not ranks.legal
     assert all(
-        "the model gives queries and keys of all layers 8 numbers" in skipped.reason for skipped in ranks.skipped
+        "the model sets the size of queries and keys to 8 in all layers" in skipped.reason for skipped in ranks.skipped
     )
 
 

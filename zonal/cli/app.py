@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZonalError as error:
         return _mistake(str(error))
     except KeyboardInterrupt:
-        print(f"\nInterrupted. To go on where it stood, run again: {shlex.join(['zonal', *words])}", file=sys.stderr)
+        print(f"\nInterrupted. To resume, run again: {shlex.join(['zonal', *words])}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # the interpreter flushes stdout once more at exit; give it somewhere to go

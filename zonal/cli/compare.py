@@ -240,7 +240,7 @@ def exit_code(result: ComparisonResult, directory: Path) -> int:
     failed = sum(record.status == "failed" for record in result.runs)
     if result.status == "stopped":
         print(
-            f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: "
+            f"Stopped with {left} of {len(result.runs)} runs left. Resume with the same command, or with: "
             f"zonal compare --resume {directory}"
         )
         return STOPPED

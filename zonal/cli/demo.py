@@ -103,7 +103,7 @@ def run(options: Demo, command: str) -> int:
     for comparison, settings in comparisons:
         result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
         if comparison.plan is None or result.status == "stopped":
-            print(f"Stopped. Run the same command to go on: {command}")
+            print(f"Stopped. Run the same command to resume: {command}")
             return compare.STOPPED
         # should the next part fail, this one is not lost
         report.write(comparison.directory)

@@ -175,8 +175,8 @@ def run(options: Explain, command: str) -> int:
     if options.tree:
         if (others := replace(options, tree=False)) != Explain():
             raise ArgumentError(
-                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree "
-                "of all mechanisms; leave it out with --tree."
+                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} does not apply "
+                "to the tree of all mechanisms; leave it out with --tree."
             )
         print(tree())
         return 0

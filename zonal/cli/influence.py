@@ -38,7 +38,7 @@ class Influence:
     """Say which inputs can reach which outputs."""
 
     operator: str = "softmax"
-    """One operator or recurrence, repeated; or a list with one a layer, NAME*3 for three."""
+    """One operator or recurrence, repeated; or a list with one per layer, NAME*3 for three."""
     window: Annotated[
         int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
     ] = None
@@ -97,7 +97,7 @@ def found(options: Influence) -> Found:
     if options.window is not None:
         if options.operator != Influence.operator:
             raise ArgumentError(
-                "influence: --window stands in place of --operator, received both. "
+                "influence: --window replaces --operator, received both. "
                 f"Leave one out, or give {options.operator!r} a prior of its own."
             )
         spec = f"regime(prior=('window(left={options.window})',))"

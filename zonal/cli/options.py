@@ -96,9 +96,9 @@ class ModelOptions:
     kv_heads: Annotated[int | None, Between(1, 4096), _shown("INT", "(default: as heads)")] = None
     """Key and value heads; fewer than heads shares them between heads."""
     head_dim: Annotated[int | None, SIZE, _shown("INT", "(default: dim / heads)")] = None
-    """Size of a head."""
+    """Size per head."""
     qk_dim: Annotated[int | None, SIZE, _shown("INT", "(default: what the operator asks for, or head_dim)")] = None
-    """Size of queries and keys of a head."""
+    """Size of queries and keys per head."""
     mlp: Mlp = "swiglu"
     """The part between attention layers."""
     mlp_ratio: Annotated[float, Between(1e-6, 1024)] = 8 / 3
@@ -106,7 +106,7 @@ class ModelOptions:
     experts: Annotated[int, Between(1, 4096)] = 8
     """With --mlp experts: feed-forward layers of a block."""
     experts_per_token: Annotated[int, Between(1, 4096)] = 2
-    """With --mlp experts: how many of them a token takes."""
+    """With --mlp experts: how many of them each token uses."""
     conv: Annotated[int, Between(0, 4096)] = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
@@ -123,7 +123,7 @@ class ModelOptions:
     """Use the embedding as output layer, too."""
 
     def config(self, task: tasks.Task, layers: tuple[str, ...]) -> ModelConfig:
-        """The model for ``task`` with these operators, one a layer."""
+        """The model for ``task`` with these operators, one per layer."""
         silent = () if self.silent_tokens is None else parse.tokens(self.silent_tokens)
         changes = {"layers": layers, "silent_tokens": silent, "vocab_size": task.vocab_size, "max_len": task.length}
         return ModelConfig(**{**vars(self), **changes})

@@ -230,7 +230,7 @@ class LiveDisplay:
             parts.append(bars)
         if len(board.labels) > 1 and board.planned:
             parts += [Text(), self._table()]
-        parts.append(Text("Ctrl-C stops with a checkpoint; the same command goes on.", style="dim"))
+        parts.append(Text("Ctrl-C stops with a checkpoint; the same command resumes.", style="dim"))
         return Group(*parts)
 
     def _runs(self, bars: Table) -> None:

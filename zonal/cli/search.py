@@ -46,7 +46,7 @@ class SearchOptions:
     """Search over operators and parameters on one task."""
 
     operator: str = "softmax"
-    """Where the search begins: one operator for all layers, or a list with one a layer."""
+    """Where the search begins: one operator for all layers, or a list with one per layer."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Learning rate at the start."""
     seeds: str = "2"
@@ -182,8 +182,8 @@ def _asked(search: Search) -> SearchOptions:
     words = shlex.split(search.spec.command)
     if words[:2] != ["zonal", "search"]:
         raise ArgumentError(
-            f"search: {search.directory} was not begun by `zonal search`. "
-            "Go on with it from Python: zonal.training.search.Search.open(...).run()."
+            f"search: {search.directory} was not started by `zonal search`. "
+            "Resume it from Python: zonal.training.search.Search.open(...).run()."
         )
     return parse_options(SearchOptions, "zonal search", DESCRIPTION, words[2:])
 

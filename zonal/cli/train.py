@@ -99,7 +99,7 @@ def layers_of(text: str, layers: int) -> tuple[str, ...]:
     if layers not in (len(operators), ModelOptions().layers):
         raise ArgumentError(
             f"train: --operator names {len(operators)} layers, --layers asks for {layers}. "
-            "Give one operator, one a layer, or leave --layers out."
+            "Give one operator, one per layer, or leave --layers out."
         )
     return operators
 
@@ -155,7 +155,7 @@ def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int
     if result.status == "stopped":
         print(
             f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. "
-            f"Run the same command to go on: {command}"
+            f"Run the same command to resume: {command}"
         )
         return STOPPED
     if result.final is not None:

@@ -77,8 +77,8 @@ def read_idx(path: Path) -> Tensor:
     except FileNotFoundError as error:
         raise FileFormatError(
             f"images: {path} does not exist. Fashion-MNIST comes with the Debian package dataset-fashion-mnist: "
-            "`apt-get install dataset-fashion-mnist`, or without "
-            "rights `apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb "
+            "`apt-get install dataset-fashion-mnist`, or, without root rights, "
+            "`apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb "
             ".` and the folder usr/share/datasets/fashion-mnist."
         ) from error
     except (OSError, EOFError) as error:

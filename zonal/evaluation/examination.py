@@ -37,8 +37,8 @@ class Marks:
         mixed = [name for name, values in found.slices.items() if len(set(values)) != 1]
         if len(rows) != 1 or mixed:
             raise ArgumentError(
-                "examine: one number a row and equal slices in all rows of a batch are required, got lists of lengths "
-                f"{sorted(rows)}, mixed: {mixed}."
+                "examine: one number per row and equal slices in all rows of a batch are required, "
+                f"got lists of lengths {sorted(rows)}, mixed: {mixed}."
             )
         sums = self._sums.setdefault(
             tuple((name, values[0]) for name, values in found.slices.items()), defaultdict(lambda: [0.0, 0.0])

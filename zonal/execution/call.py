@@ -314,7 +314,7 @@ def prepare(
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
         raise ArgumentError(
-            "attention: cu_seqlens must be the same for all that torch.func.vmap runs over. "
+            "attention: cu_seqlens must be the same for all elements of torch.func.vmap. "
             "Call attention once for each packing."
         )
     if cu_seqlens is not None and q.shape[0] != 1:
@@ -397,7 +397,7 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
         decay = given.double()
         if transforms.mapped(given):
             raise ArgumentError(
-                "attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. "
+                "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
                 "Fold that axis into the batch."
             )
         require_values(

@@ -145,7 +145,7 @@ def check_memory(call: Call, memory: Memory) -> None:
         if first < gone:
             raise ArgumentError(
                 f"attention: the first of {call.q.shape[2]} queries sees keys from token {first} on, "
-                f"and a memory with a window has let go of the first {gone}. "
+                f"but a memory with a window has dropped the first {gone}. "
                 "Pass at most as many queries as new keys, or all keys at once without a memory."
             )
     form = memory.form

@@ -109,7 +109,7 @@ class Criterion:
             return Criterion(**values)
         except (TypeError, ArgumentError) as error:
             raise FileFormatError(
-                f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate anew."
+                f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate again."
             ) from error
 
 

@@ -22,8 +22,8 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     for prior in _priors(parts):
         if isinstance(prior, Window | ALiBi):
             return (
-                f"prior {type(prior).__name__} weighs each past key by its distance, and a sum over keys has "
-                "forgotten positions"
+                f"prior {type(prior).__name__} weights each past key by its distance, "
+                "and a sum over keys does not keep positions"
             )
     features = feature_map(parts.link)
     if features is None:
@@ -57,10 +57,10 @@ def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     if width_of(parts, key_dim) > max(MAX_STATISTICS, key_dim):
         return (
             f"keys of {width_of(parts, key_dim)} features (head dimension {key_dim}) "
-            f"would make square matrices of that size, and no more than {MAX_STATISTICS} are kept"
+            f"need square matrices of that size, and the largest size kept is {MAX_STATISTICS}"
         )
     if any(isinstance(p, Window) for p in _priors(parts)):
-        return "a window forgets keys one by one, and the statistics cannot"
+        return "a window drops keys one by one, and the statistics cannot"
     return None
 
 

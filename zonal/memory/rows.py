@@ -187,7 +187,9 @@ def _joined_parts(verb: str, memories: Sequence[Any], index: int) -> Part:
     parts = [memory.settled_part(memory.parts[index]) for memory in memories]
     count, held = max(part.count for part in parts), [part.held for part in parts]
     if any(part.mark.keys() != parts[0].mark.keys() for part in parts):
-        raise ArgumentError(f"Memory.{verb}: the memories come from layers of unlike kinds. Stack those of one layer.")
+        raise ArgumentError(
+            f"Memory.{verb}: the memories come from layers of different kinds. Stack those of one layer."
+        )
     mark = {name: torch.cat([part.mark[name] for part in parts]) for name in parts[0].mark}
     whole: Any = None
     if all(isinstance(x, Tokens) for x in held):

@@ -88,7 +88,7 @@ HOW_TO_READ = (
         "an operator that attends by distance adds up distances of several spaces; "
         "each head learns how much each counts, in units of the distance typical there. "
         "The curvature is their balance: 1 if only the sphere counts, −1 if only the hyperbolic space, 0 if the plane, "
-        "or both alike.",
+        "or both equally.",
     ),
     (
         "Where keys lie",
@@ -110,7 +110,7 @@ LEARNED_NAMES = {
     "ridge": "ridge (regulariser)",
     "degrees": "degrees",
     "temperature": "temperature",
-    "rates": "decay a token",
+    "rates": "decay per token",
     "factor": "factor of queries and keys",
 }
 DIAGNOSTIC_NAMES = {

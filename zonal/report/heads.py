@@ -111,7 +111,8 @@ def headline(heads: Sequence[Mapping[str, Any]], rank: int) -> list[str]:
     least, most = rising[0], rising[-1]
     return [
         f"On average over {len(heads)} heads {rows:.0%} of the evidence is the queries' own, {columns:.0%} the keys' "
-        f"own, and {interaction:.0%} interaction of queries with keys; weights do not see {gauge:.0%} (gauge).",
+        f"own, and {interaction:.0%} interaction of queries with keys. "
+        f"{gauge:.0%} does not change the weights (gauge).",
         f"A dot product of rank {rank} explains from {least['explained'][-1]:.0%} (head {least['name']}) "
         f"to {most['explained'][-1]:.0%} (head {most['name']}) of the interaction.",
     ]

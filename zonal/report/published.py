@@ -79,7 +79,7 @@ class Published:
 
 
 def _printed(value: float | None) -> float | None:
-    """A value of a table. TOML has no null: there, NaN stands for what a paper does not print."""
+    """A value of a table. TOML has no null: there, NaN marks what a paper does not print."""
     return None if value is None or math.isnan(value) else value
 
 

@@ -17,15 +17,15 @@ SCHEMA = 1
 _SHOWN_CYCLES = 12
 _VERDICTS = {
     "exact": (
-        "Yes, up to rounding: the sum of efforts around every cycle is 0, so one number a regime gives all of them. "
-        "Where every edge was measured after the same number of steps it cannot be otherwise."
+        "Yes, up to rounding: the sum of efforts around every cycle is 0, so one number per regime gives all of them. "
+        "This must hold when every edge was measured after the same number of steps."
     ),
     "within the spread": "They may: no sum around a cycle differs from 0 by more than the spread over seeds.",
     "beyond the spread": (
         "No: some sums around cycles differ from 0 by more than the spread over seeds. The worth of a move depends on "
         "the path that led to it, and no single number per regime gives all efforts."
     ),
-    "not decidable": "With one seed nobody can say: sums around cycles are not 0, and their spread is unknown.",
+    "not decidable": "One seed cannot tell: sums around cycles are not 0, and their spread is unknown.",
     "no cycles": "Nothing can be said: no two ways lead from one regime to another among those that were tried.",
 }
 
@@ -271,7 +271,7 @@ def _potential(found: Mapping[str, Any]) -> list[str]:
         each = ", ".join(f"{share:.1%}" for share in turning["share_by_seed"])
         lines.append(
             f"Of the squared efforts {turning['share']:.1%} circulate ({each} by seed, noise among it): "
-            "the part that least squares leave when one number a regime is fitted to all "
+            "the residual of a least-squares fit of one number per regime to all "
             f"{len(found['graph']['edges'])} moves. "
             f"Its norm is {formats.number((turning['curl'] ** 2 + turning['harmonic'] ** 2) ** 0.5)} "
             f"({formats.number(turning['curl'])} around triangles, "

@@ -288,8 +288,7 @@ def _words(
         )
     elif not decided:
         headline = (
-            f"{leader.label} has the best {name}: {figures}. "
-            "With one seed nobody can say whether that is more than chance."
+            f"{leader.label} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
         )
     elif level:
         seeds = f"with {best.n} seeds"

@@ -93,7 +93,7 @@ class Text(Task):
         if content is not None and content != self.corpus.sha256:
             raise FileFormatError(
                 f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). "
-                "Bring the old text back or start a new run."
+                "Restore the old text or start a new run."
             )
         self.split = _split(self.corpus, self.tokenizer.token_bytes, validation_fraction)
         unread = 1 - train_fraction * (1 - validation_fraction)

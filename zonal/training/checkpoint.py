@@ -122,7 +122,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         if not known - _LATER <= set(header["progress"]) <= known:
             raise FileFormatError(
                 f"train: {path} was written by another version of this library. "
-                "Use that version, or another folder to start anew."
+                "Use that version, or start again in another folder."
             )
         progress = Progress(**header["progress"])
         if min(progress.step, progress.tokens, progress.evaluated, progress.metrics_bytes, progress.threads - 1) < 0:

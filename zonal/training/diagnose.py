@@ -76,7 +76,7 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
                     name = gradients[0]
                     return (
                         f"the gradient that reaches the output of layer {name!r} ({kinds[name]}) is not finite, "
-                        "and nothing nearer the loss is"
+                        "but those nearer to the loss are"
                     )
                 if bad:
                     return f"the gradient of parameter {bad[-1]!r} is not finite, those of all layers' outputs are"

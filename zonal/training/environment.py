@@ -91,7 +91,7 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise ArgumentError(
             f"train: the folder {folder} cannot be opened ({error.strerror}). "
-            "Mend its rights, or choose another folder."
+            "Fix its permissions, or choose another folder."
         ) from error
     try:
         deadline = time.monotonic() + wait
@@ -120,7 +120,7 @@ def _refuse_links(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise ArgumentError(
-                f"train: {path} is a symbolic link, and the files of a run lie in its folder. "
+                f"train: {path} is a symbolic link, but the files of a run must be in its folder. "
                 "Remove the link, or put the file in its place."
             )
 
@@ -231,7 +231,7 @@ def check_device(name: str) -> torch.device:
         raise ArgumentError(f"device: {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
-            f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. "
+            f"device: {name!r} is not available; torch sees {torch.cuda.device_count()} CUDA devices. "
             "Use 'cpu', or a CUDA build of torch on a machine with a GPU."
         )
     return device

@@ -31,7 +31,7 @@ def claimed(
             name, old, new = difference
             raise ArgumentError(
                 f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. "
-                "Use the same settings to go on "
+                "Use the same settings to resume "
                 f"(or `zonal {call} --resume {directory}`), choose another folder, or delete this one."
             )
         return stored

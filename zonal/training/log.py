@@ -48,7 +48,7 @@ def kept(directory: Path, size: int, digest: str) -> bytes:
     if len(found) < size:
         raise FileFormatError(
             f"train: {path} has {len(found)} bytes, the checkpoint beside it was written after {size}. "
-            "The file was shortened; remove the folder to run it anew."
+            "The file was shortened; remove the folder to run it again."
         )
     if (size and not found.endswith(b"\n")) or digest not in ("", hashlib.sha256(found).hexdigest()):
         raise FileFormatError(

@@ -227,8 +227,8 @@ def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
     def sized(size: int) -> Operator:
         if model.qk_dim is not None:
             raise ArgumentError(
-                f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks "
-                "for; leave its qk_dim out"
+                f"the model sets the size of queries and keys to {model.qk_dim} in all layers, "
+                "whatever an operator asks for; leave out its qk_dim"
             )
         return _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
 

@@ -89,7 +89,7 @@ def each(
         if result.error is not None:
             raise ZonalError(
                 f"search: a worker ended with an error ({result.error}). "
-                "What it had done is kept; run the same again to go on."
+                "Its finished work is kept; run the same command to resume."
             )
         if result.config and result.metrics and "status" in result.metrics:
             found[result.config["item"]] = result.metrics
