@@ -13,6 +13,7 @@ from zonal.errors import ArgumentError, PathError
 from zonal.execution import scan
 from zonal.execution.chunked import chunked, refusal
 from zonal.execution.dense import dense
+from zonal.execution.plan import choose
 
 PRIME = Case(batch=2, heads=4, kv_heads=2, queries=31, keys=31)
 LATE = Case(batch=1, heads=2, kv_heads=1, queries=7, keys=29)
@@ -140,7 +141,7 @@ def test_refusals_say_why_and_what_else(name: str, words: str) -> None:
     call = call_of(randomised(OPERATORS[name]()), inputs(PRIME))
     assert words in (refusal(call) or "")
     with pytest.raises(PathError, match=r"path 'chunked' cannot run.*Use path='(tiled|dense)'"):
-        chunked(call, None, return_memory=False)
+        choose(call, "chunked")
 
 
 def test_refusals_that_depend_on_the_call() -> None:

@@ -60,7 +60,7 @@ def refusal(call: Call) -> str | None:
             )
     elif call.window is not None or call.bias.slope is not None:
         reason = features_refusal(call.bound, call.head_dim)
-        reason = reason or "positions weigh in, and a sum over keys has forgotten them"
+        reason = reason or "weights depend on positions, and a sum over keys does not keep them"
     elif call.log_decay is not None and call.chunk is not None:
         reason = "a decay together with whole chunks is not carried"
     else:
@@ -94,7 +94,7 @@ def chunked(
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
     if call.causal and call.q.shape[2] > tokens.length:
-        # the first queries stand before the first key and see nothing
+        # the first queries come before the first key and see nothing
         idle = call.q.shape[2] - tokens.length
         y, after = chunked(tail(call, idle), memory, return_memory=return_memory, block=block)
         return F.pad(y, (0, 0, idle, 0)), after
