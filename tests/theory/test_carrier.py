@@ -113,9 +113,9 @@ def test_rows_have_maps_of_their_own():
     [
         (
             lambda: Factor(torch.tensor([0, 2]), 3),
-            "none is sent to bucket 1: the map is not surjective. Number the buckets that occur without gaps",
+            "not surjective.*none is sent to bucket 1. Number the buckets that occur without gaps",
         ),
-        (lambda: Buckets(torch.tensor([[0, 1, 2], [0, 0, 2]])), "none is sent to bucket 1: the map is not surjective"),
+        (lambda: Buckets(torch.tensor([[0, 1, 2], [0, 0, 2]])), "not surjective.*none is sent to bucket 1"),
         (lambda: Factor(torch.tensor([0, 3]), 2), r"must lie in 0 … 1, received 0 … 3"),
         (lambda: Factor(torch.tensor([0, -1]), 2), r"received -1 … 0"),
         (lambda: Factor(torch.tensor([0.0, 1.0]), 2), "whole numbers .* received torch.float32"),

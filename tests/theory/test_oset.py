@@ -162,7 +162,7 @@ def test_what_is_not_two_valued_is_not_made_so():
 def test_bad_o_sets():
     a, b = family([[True, False]]), family([[True]])
     with pytest.raises(
-        ArgumentError, match=r"OSet.join: both must be on the same records.*\(2,\) and \(1,\).*use product"
+        ArgumentError, match=r"OSet.join: both must be on the same records.*\(2,\) and \(1,\).*Use product"
     ):
         a.join(b).at(0)
     with pytest.raises(ArgumentError, match="Compare evidence with a threshold"):
