@@ -8,6 +8,7 @@ from execution.chunks import BLOCKED, assert_same, call_of, leaves_of, made
 from matrix import OPERATORS, Case, Inputs, inputs
 from torch import Tensor
 
+import zonal
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
@@ -137,8 +138,9 @@ def test_memory_that_does_not_fit() -> None:
     for run in (chunked, streaming):
         with pytest.raises(ArgumentError, match=r"the memory holds \(batch, key heads, key dim, value dim\)"):
             run(call, Memory.empty(operator, 1, 2, 5, 3, torch.float64), return_memory=True)
-    with pytest.raises(PathError, match="cannot go on from a memory of kind 'keys'"):
-        chunked(call, Memory.empty(operator, 2, 2, 5, 3, torch.float64, kind="keys"), return_memory=True)
+    keys = Memory.empty(operator, 2, 2, 5, 3, torch.float64, kind="keys")
+    with pytest.raises(PathError, match="a memory of keys and values is not carried as sums"):
+        zonal.attention(data.q, data.k, data.v, operator, causal=True, memory=keys, path="chunked")
     filled = Memory.empty(operator, 2, 2, 5, 3, torch.float64).absorb(data.k, data.v)
     late = inputs(Case(batch=2, heads=2, kv_heads=2, queries=4, keys=19))
     for run in (chunked, streaming):
@@ -189,9 +191,9 @@ def test_constant_memory_while_decoding(name: str) -> None:
 
 
 def test_streaming_needs_time() -> None:
-    call = call_of(made("softmax"), inputs(Case(causal=False)))
+    data = inputs(Case(causal=False))
     with pytest.raises(PathError, match=r"path 'streaming' cannot run.*path='dense'"):
-        streaming(call, None, return_memory=False)
+        zonal.attention(data.q, data.k, data.v, made("softmax"), path="streaming")
 
 
 def test_running_largest_key_streams() -> None:

@@ -460,7 +460,7 @@ def test_nothing_to_learn() -> None:
         (lambda: Polynomial((1.0, math.nan)), "finite"),
         (lambda: Polynomial.of(link.Exp()), "no polynomial"),
         (lambda: Polynomial.of(link.Gegenbauer((2.0, 3.0))), "one row"),
-        (lambda: Anchors(4, "kmeans").prepare(DIM), "at least 4 keys a head are required, received none"),
+        (lambda: Anchors(4, "kmeans").prepare(DIM), "at least 4 keys per head are required, received none"),
         (lambda: LowRankSquare(3, choice="pca").prepare(DIM, keys=units(2, DIM)), "received 2"),
         (lambda: Anchors(4).prepare(DIM, 2, keys=units(3, 9, DIM)), "keys must be"),
         (lambda: Anchors(4).prepare(0), "dim >= 1"),

@@ -118,7 +118,7 @@ def test_fits_that_mean_nothing() -> None:
         ArgumentError, match=r"\(batch, key heads, tokens, dim\) are required, received shape \(20, 6\)"
     ):
         open_map.fit(k[0, 0])
-    with pytest.raises(ArgumentError, match="at least 5 keys a head are required, received 3"):
+    with pytest.raises(ArgumentError, match="at least 5 keys per head are required, received 3"):
         open_map.fit(k[:1, :, :3])
     with pytest.raises(ArgumentError, match="keys of 2 heads of size 6 are required, received 3 of size 6"):
         open_map.fit(k).fit(torch.cat([k, k[:, :1]], 1))

@@ -72,7 +72,7 @@ def test_what_it_does_not_take_is_said() -> None:
     assert native_distance.unfit(call_of(m.rewa())) is None
     assert "dimensions must be 1 to 256" in str(native_distance.unfit(call_of(m.rewa(), 300)))
     assert "log priors" in str(native_distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
-    assert "float64" in str(native_distance.unfit(call_of(m.rewa(), dtype=torch.float64)))
+    assert "float64" in str(native_distance.refusal(call_of(m.rewa(), dtype=torch.float64)))
 
 
 def test_the_planner_counts_a_pair_s_distances() -> None:

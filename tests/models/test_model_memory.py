@@ -172,7 +172,13 @@ def test_forgetting_the_newest_span_goes_back(name: str) -> None:
     _, after = model.prefill(text(3, 3), after, span="third", chunk=2)
     more = text(5, 4)
     back = after.forget("third").forget("second")
-    if name == "fast":  # these add up their blocks in another order than a memory its parts
+    if name in (
+        "fast",
+        "decayed",
+        "mamba2",
+        "mamba3",
+        "hybrid",
+    ):  # these add up in another order than a memory its parts
         assert back.spans() == before.spans()
         near(model.prefill(more, back)[0], model.prefill(more, before)[0])
     else:

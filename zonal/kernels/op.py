@@ -156,7 +156,7 @@ class Op:
             if name not in asked:
                 made.append(inputs[0].new_empty(0))
             else:
-                made.append(x.new_zeros(x.shape) if gradient is None else gradient.to(x.dtype))
+                made.append(x.new_zeros(x.shape) if gradient is None else _own(gradient.to(x.dtype)))
         return tuple(made)
 
     def _traced_backward(self, *given: Any) -> Any:
@@ -190,6 +190,11 @@ class Op:
         for place, gradient, wanted in zip(self._places, found, asked, strict=True):
             whole[place] = gradient if wanted else None
         return tuple(whole)
+
+
+def _own(x: Tensor) -> Tensor:
+    """x with memory of its own: an operator's results may not share any, as parts of one buffer do."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def _schema(kind: Any) -> str:

@@ -124,7 +124,8 @@ class Spanned(abc.ABC):
     def forget(self, span: str) -> Self:
         """The memory as if the tokens of a span had never come, those after it following those before it.
 
-        Sums are put together again from the other parts: bit for bit the memory that took these parts in order.
+        Sums are added up again from the other parts, so that nothing is subtracted. The result is the memory of these
+        parts, bit for bit where nothing fades, and to rounding where the past fades.
 
         Raises: ArgumentError for an unknown name, and where a window has let go of tokens that would be seen again.
         """
