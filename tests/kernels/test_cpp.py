@@ -502,9 +502,9 @@ def student_t(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]
     del sys.modules["student_t"]
 
 
-def test_a_new_link_is_thirty_lines() -> None:
+def test_a_new_link_is_short() -> None:
     lines = [line for line in documented.student_t().splitlines() if line.strip()]
-    assert len(lines) <= 30
+    assert len(lines) <= 35
     text = "\n".join(lines)
     assert all(part in text for part in ("@triton.jit", "Formula(", "def value", "def derivative"))
 

@@ -324,7 +324,8 @@ def test_a_refinement_is_never_worse(seed: int, size: tuple[int, int]) -> None:
     scores = torch.stack([masked(seed, size), masked(seed + 1, size)])
     form = probe.normal_form(scores, 1)
     better = probe.refined(form, scores, steps=3)
-    assert (probe.divergence(scores, better.scores).mean(-1) <= probe.divergence(scores, form.scores).mean(-1)).all()
+    after, before = (probe.divergence(scores, x.scores).mean(-1) for x in (better, form))
+    assert (after <= before + 1e-15).all()  # a divergence of 0 is known to rounding
 
 
 def test_divergence_is_that_of_rows() -> None:
