@@ -218,7 +218,8 @@ def test_folders_that_are_none(tmp_path):
         ({"operators": ("softmx",)}, "Did you mean"),
         ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"),
         ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),
-        ({"labels": ("one",)}, "labels"), ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not available"),
+        ({"labels": ("one",)}, "labels"),
+        ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not available"),
         ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
     ],
 )  # fmt: skip
