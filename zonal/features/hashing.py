@@ -126,7 +126,10 @@ def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False
     key. native: float32 on the CPU, with the compiled kernel.
     """
     x = x.detach()[..., x.shape[-1] - width :]
-    functions = [simhash(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
+    if score.bilinear:
+        functions = [simhash(x, search, search.seed)]
+    else:
+        functions = _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
     if native:
         return kernel.codes(functions, search.tables)
     parts = [cell for function in functions for cell in cells(function, search.tables)]
