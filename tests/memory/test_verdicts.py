@@ -202,7 +202,7 @@ def test_a_label_changes_only_when_evidence_about_its_key_does_and_never_to_unde
         [-1, -1, 1, 1],
     ]
     criterion = Criterion()
-    decided = OSet(lambda one: criterion.reporter(1, k).decided.at(Evidence(*one.read(k, report=criterion)[2:4])))
+    decided = OSet(lambda one: criterion.verdict(Evidence(*one.read(k, report=criterion)[2:4])) != Verdict.UNDECIDED)
     assert decided.withdrawn([memory, elsewhere, again, against]) is None
     assert against.forget("against").read(k, report=True).verdict[0, 0].tolist() == [1] * 4
 

@@ -13,6 +13,7 @@ from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.execution.streaming import compiled_steps, first_step, streaming
 from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
+from zonal.memory.decoding import Given
 
 
 class StepDecoder(Decoder):
@@ -30,24 +31,12 @@ class StepDecoder(Decoder):
         self._steps: SumsSteps | RidgeSteps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
 
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        log_decay: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        action_mask: Tensor | None = None,
-        key_gate: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
         q, k = spread(q, k, v)
-        steps, bare = self._steps, key_padding_mask is log_decay is key_bias is action_mask is key_gate is None
-        if steps is not None and bare and steps.takes(q, k, v, scale):
+        steps = self._steps
+        if steps is not None and given.nothing and steps.takes(q, k, v, scale):
             y = steps.step(q, k, v)
             if y is not None:
                 if self._held.parts:
@@ -55,10 +44,7 @@ class StepDecoder(Decoder):
                 return y
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)
-            call = prepare(
-                self.operator, q, k, v, causal=True, key_padding_mask=key_padding_mask, log_decay=log_decay,
-                key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, scale=scale, past=self.count,
-            )  # fmt: skip
+            call = prepare(self.operator, q, k, v, causal=True, **given._asdict(), scale=scale, past=self.count)
             return self._planned(call)
 
     def memory(self) -> Memory:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.store import read_json, write_json
-from zonal.theory.oset import OSet, Reporter
+from zonal.verdict import Verdict
 
 KIND = "criterion"
 Thresholds = float | tuple[float, ...]
@@ -76,21 +76,17 @@ class Criterion:
 
         return column("support", self.support), column("residual", self.residual)
 
-    def reporter(self, heads: int, like: Tensor) -> Reporter[Evidence]:
-        """The two o-sets of queries. They exclude each other, and what they decide is what has support: stable while
-        support only grows.
+    def verdict(self, evidence: Evidence) -> Tensor:
+        """The ``Verdict`` of each query, (B, H, T) int8.
+
+        Raises: ArgumentError for thresholds of another number of heads than the evidence has.
         """
-        support, residual = self.columns(heads, like)
-        spanned = OSet[Evidence](lambda evidence: evidence.support > support)
-        agrees = OSet[Evidence](
-            lambda evidence: (
-                torch.ones_like(evidence.support, dtype=torch.bool)
-                if evidence.residual is None
-                else evidence.residual <= residual
-            )
-        )
-        differs = OSet[Evidence](lambda evidence: ~agrees.at(evidence))
-        return Reporter(spanned.meet(agrees), spanned.meet(differs))
+        support, residual = self.columns(evidence.support.shape[1], evidence.support)
+        decided = evidence.support > support
+        if evidence.residual is None:
+            return torch.where(decided, Verdict.ACCEPTED, Verdict.UNDECIDED).to(torch.int8)
+        known = torch.where(evidence.residual <= residual, Verdict.ACCEPTED, Verdict.CONTRADICTED)
+        return torch.where(decided, known, Verdict.UNDECIDED).to(torch.int8)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a JSON file, atomically."""

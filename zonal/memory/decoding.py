@@ -1,10 +1,11 @@
-"""Decoder: what goes on from a memory token by token, in place. Implemented where the kernels are
-(``zonal.execution.decoder``).
+"""Decoder: reads new tokens after those of a memory, a few per step, in place.
+
+``zonal.execution.decoder`` implements it, because the kernels are there.
 """
 
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -12,11 +13,26 @@ from zonal.algebra import Operator
 from zonal.memory.form import Form
 
 
-class Decoder(abc.ABC):
-    """Reads tokens that follow those of a memory, a few at each step; ``memory()`` ends it with a value again.
+class Given(NamedTuple):
+    """What a call may say of its tokens besides their keys and values, as in ``zonal.attention``."""
 
-    Unlike a memory it is changed in place, so that a step allocates little. It looks at the learned numbers of the
-    operator at each step. A step that is refused leaves it as it was. Made by ``Memory.decoder``.
+    key_padding_mask: Tensor | None = None
+    log_decay: Tensor | None = None
+    key_bias: Tensor | None = None
+    action_mask: Tensor | None = None
+    key_gate: Tensor | None = None
+
+    @property
+    def nothing(self) -> bool:
+        return all(x is None for x in self)
+
+
+class Decoder(abc.ABC):
+    """Reads tokens that follow those of a memory, a few per step. ``Memory.decoder`` makes it.
+
+    Unlike a memory it is changed in place, so that a step allocates little. Each step reads the learned numbers of the
+    operator as they then are. A step that is refused leaves the decoder as it was. ``memory()`` returns the value so
+    far, as often as it is asked for; the decoder may go on afterwards.
     """
 
     operator: Operator
@@ -30,7 +46,6 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def __init__(self, memory: Any) -> None: ...
 
-    @abc.abstractmethod
     def step(
         self,
         q: Tensor,
@@ -56,6 +71,12 @@ class Decoder(abc.ABC):
         Raises: ArgumentError for shapes and types that do not fit, and where a learned part of the operator has another
         shape than it had.
         """
+        given = Given(key_padding_mask, log_decay, key_bias, action_mask, key_gate)
+        return self.advance(q, k, v, given, scale)
+
+    @abc.abstractmethod
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
+        """``step``."""
 
     @abc.abstractmethod
     def memory(self) -> Any:
@@ -72,4 +93,4 @@ class Decoder(abc.ABC):
         return type(self)(self.memory())
 
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Given"]

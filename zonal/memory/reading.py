@@ -161,7 +161,6 @@ class Readable(Batched):
                 f"Memory.read: report must be True, False or a Criterion, received {criterion!r}. Memory.calibrate "
                 "makes one."
             )
-        reporter = criterion.reporter(bound.heads, y)
         if claim is None:
             residual = self.differing(q, home, bound, y, criterion.columns(bound.heads, y)[0])
         else:
@@ -176,7 +175,7 @@ class Readable(Batched):
                 )
             residual = gap(claim.to(y), y)
         evidence = Evidence(self.spanned(home, bound), residual)
-        return reporter.report(evidence), evidence
+        return criterion.verdict(evidence), evidence
 
     def _check_queries(self, call: str, q: Tensor) -> None:
         form = self.form

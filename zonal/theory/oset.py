@@ -19,23 +19,15 @@ Source: Geometric Attention, appendix A.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require
+from zonal.verdict import Verdict
 
 Stage = TypeVar("Stage")
-
-
-class Verdict(IntEnum):
-    """The report on a record."""
-
-    CONTRADICTED = -1
-    UNDECIDED = 0
-    ACCEPTED = 1
 
 
 @dataclass(frozen=True)
