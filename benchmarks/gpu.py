@@ -35,8 +35,8 @@ from benchmarks import common
 from benchmarks.tiled import OPERATORS as TILED
 from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native, native_ridge, native_sums
 from zonal.execution.call import prepare
+from zonal.execution.paths import ridge, sums, tile
 
 SUMS: dict[str, Callable[[], zonal.Operator]] = {
     "squared_affine": mechanisms.squared_affine,
@@ -174,7 +174,7 @@ class Work:
         operator = OPERATORS[case.operator]().to(device).requires_grad_(case.gradients)
         edges = torch.tensor(case.edges, device=device, dtype=torch.int32) if case.documents > 1 else None
         call = prepare(operator, q, k, v, causal=True, cu_seqlens=edges)
-        kernel = native if case.path == "tiled" else native_sums if case.operator in SUMS else native_ridge
+        kernel = tile if case.path == "tiled" else sums if case.operator in SUMS else ridge
         reason = kernel.refusal(call)
         if reason is not None:
             raise ArgumentError(f"bench gpu: the compiled kernel was required for {case}, and would not run: {reason}.")

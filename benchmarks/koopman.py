@@ -23,8 +23,8 @@ from benchmarks import common
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native_ridge, native_ridge_decode
 from zonal.execution.call import prepare
+from zonal.execution.paths import ridge, steps
 
 HEADS, VALUES = 8, 64
 STEPS = 16
@@ -148,7 +148,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
     errors: dict[str, float] = {}
     for dim, power in dict.fromkeys((case.dim, case.power) for case in cases):
         work = Work(Case(dim, power, 777, True))
-        refused = native_ridge.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
+        refused = ridge.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
         if refused is not None:
             raise common.GateError(f"r={dim}, K={power}: torch would be timed, for {refused}")
         exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
@@ -164,7 +164,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
             common.gate(f"{name}, a gradient", a, b, 1e-4)
         with torch.no_grad():
             q, k, v = (x.detach() for x in (work.q, work.k, work.v))
-            refused = native_ridge_decode.refusal(
+            refused = steps.ridge_refusal(
                 prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge"
             )
             if refused is not None:

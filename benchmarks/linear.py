@@ -23,8 +23,8 @@ from benchmarks import common
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native_decode, native_sums
 from zonal.execution.call import prepare
+from zonal.execution.paths import steps, sums
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
@@ -164,7 +164,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
         if name in errors:
             continue
         work = Work.of(short)
-        refused = native_sums.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
+        refused = sums.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
         if refused is not None:
             raise common.GateError(f"{name}: torch would be timed, for {refused}")
         exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
@@ -186,7 +186,7 @@ def _steps(name: str, case: Case) -> float:
     work, worst = Work.of(Case(case.operator, case.dim, 4 * STEPS + 200)), 0.0
     for tokens in (1, 4):
         q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
-        refused = native_decode.refusal(
+        refused = steps.sums_refusal(
             prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features"
         )
         if refused is not None:

@@ -34,7 +34,7 @@ from zonal.algebra.hashing import LSH
 from zonal.algebra.prior import Window
 from zonal.cli.generate import checkpoint_in
 from zonal.evaluation import spread
-from zonal.execution.coverage import measured
+from zonal.execution.paths.coverage import measured
 from zonal.models import CausalLM
 from zonal.nn import Attention
 from zonal.tasks.text import Text

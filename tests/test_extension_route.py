@@ -63,12 +63,14 @@ print("good")
 def test_a_route_takes_two_files(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "zonal", tmp_path / "zonal", ignore=shutil.ignore_patterns("__pycache__"))
     execution = tmp_path / "zonal" / "execution"
-    (execution / "fused.py").write_text(ROUTE, encoding="utf-8")
+    (execution / "paths" / "fused.py").write_text(ROUTE, encoding="utf-8")
     table = (execution / "routes.py").read_text(encoding="utf-8")
     row = '    Route("tiled", "torch fused", fused.refusal, fused.work, _whole(fused.run), 10 * _TORCH, "sums"),\n'
     above = '    Route("tiled", "torch", '
     assert table.count(above) == 1
-    table = table.replace(above, row + above).replace("    chunked,\n", "    chunked,\n    fused,\n", 1)
+    table = table.replace(above, row + above).replace(
+        "import chunked, distance, ", "import chunked, distance, fused, ", 1
+    )
     (execution / "routes.py").write_text(table, encoding="utf-8")
     surroundings = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

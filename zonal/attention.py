@@ -14,8 +14,8 @@ from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.advice import advise
 from zonal.execution.call import Call, Held, autocast, prepare
-from zonal.execution.chunked import check_memory, empty_memory
-from zonal.execution.dense import dense
+from zonal.execution.paths.chunked import check_memory, empty_memory
+from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
 from zonal.kernels import transforms
 from zonal.memory import Memory

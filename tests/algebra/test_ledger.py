@@ -17,8 +17,8 @@ from zonal import Memory, Operator, anchor, hashing, ledger, link, mechanisms, p
 from zonal.algebra import definition
 from zonal.algebra.declaration import Declaration, Derived, Move
 from zonal.algebra.prior import Bias
-from zonal.execution import dense
 from zonal.execution.call import Call, prepare
+from zonal.execution.paths import dense
 from zonal.features import Features, SymmetricPowers
 
 CASE = Case(batch=1, queries=12, keys=12)

@@ -10,9 +10,9 @@ import zonal
 from zonal import mechanisms as m
 from zonal import prior
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import scan
-from zonal.execution.chunked import chunked, refusal
-from zonal.execution.dense import dense
+from zonal.execution.paths import scan
+from zonal.execution.paths.chunked import chunked, refusal
+from zonal.execution.paths.dense import dense
 from zonal.execution.plan import choose
 
 PRIME = Case(batch=2, heads=4, kv_heads=2, queries=31, keys=31)
@@ -74,7 +74,7 @@ def test_twenty_documents(name: str, causal: bool, padding: str) -> None:
 def test_documents_cost_no_loop_over_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty documents run as a handful of batches."""
     runs = []
-    monkeypatch.setattr("zonal.execution.chunked.scan", lambda *a: runs.append(a[0].shape) or scan.scan(*a))
+    monkeypatch.setattr("zonal.execution.paths.chunked.scan", lambda *a: runs.append(a[0].shape) or scan.scan(*a))
     data = inputs(Case(batch=1, heads=1, kv_heads=1, queries=400, keys=400, packed=tuple(range(0, 401, 20))))
     chunked(call_of(made("squared_affine"), data), None, return_memory=False)
     assert len(runs) == 1
@@ -251,8 +251,8 @@ def test_low_precision_computes_in_single(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(("target", "wrong"), [
     ("zonal.features.symmetric._square_vjp", lambda x, g: torch.zeros_like(x)),
-    ("zonal.execution.scan._decay_gradient", lambda *a: torch.zeros_like(a[1])),
-    ("zonal.execution.ridge_block.exclusive", lambda parts, first: parts.cumsum(2)),
+    ("zonal.execution.paths.scan._decay_gradient", lambda *a: torch.zeros_like(a[1])),
+    ("zonal.execution.paths.blocks.exclusive", lambda parts, first: parts.cumsum(2)),
 ])  # fmt: skip
 def test_the_suite_can_fail(target: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_the_same() -> None:

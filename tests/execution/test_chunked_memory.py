@@ -12,9 +12,9 @@ import zonal
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
-from zonal.execution.chunked import chunked, refusal
-from zonal.execution.dense import dense
-from zonal.execution.streaming import streaming
+from zonal.execution.paths.chunked import chunked, refusal
+from zonal.execution.paths.dense import dense
+from zonal.execution.paths.streaming import streaming
 from zonal.memory import Memory, RidgeStatistics
 
 CASES = {

@@ -47,9 +47,9 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks far smaller than the inputs, so that every loop runs more than once."""
-    monkeypatch.setattr("zonal.execution.tiled._QUERIES", 8)
-    monkeypatch.setattr("zonal.execution.tiled._KEYS", 6)
-    monkeypatch.setattr("zonal.execution.tiled._TILE_ELEMENTS", 1)
+    monkeypatch.setattr("zonal.execution.paths.tiled._QUERIES", 8)
+    monkeypatch.setattr("zonal.execution.paths.tiled._KEYS", 6)
+    monkeypatch.setattr("zonal.execution.paths.tiled._TILE_ELEMENTS", 1)
 
 
 def gradients(y: Tensor, case: Inputs, operator: Operator) -> list[Tensor]:
@@ -311,7 +311,7 @@ def _slightly_wrong(self: Link, x: Tensor, c: Tensor) -> Tensor:
         (
             "tiled",
             "softmax",
-            "zonal.execution.tiled._add_product",
+            "zonal.execution.paths.tiled._add_product",
             lambda total, a, b, scratch: total.add_(a @ b, alpha=1 + 1e-6),
         ),
     ],

@@ -12,10 +12,11 @@ import zonal
 from zonal import Operator, anchor, prior
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import native, native_distance, plan, work
+from zonal.execution import plan, work
 from zonal.execution import routes as table
 from zonal.execution.call import Call, Held, prepare
 from zonal.execution.machine import TYPICAL_CPU
+from zonal.execution.paths import distance, tile
 from zonal.execution.routes import ROUTES
 from zonal.execution.shape import Shape, shape_of
 from zonal.execution.work import Work
@@ -425,7 +426,7 @@ def test_distances_in_the_kernel_cost_by_their_kind() -> None:
         call_of(m.rewa(gates=None, parts=parts), 1024, dim=48)
         for parts in ((48, 0, 0), (0, 48, 0), (0, 0, 48), (16, 16, 16))
     ]
-    if native_distance.refusal(calls[0]) is not None:
+    if distance.refusal(calls[0]) is not None:
         pytest.skip("no compiled kernel on this machine")
     done = [work.distances(shape_of(call)).multiply_adds for call in calls]
     assert done == sorted(done)
@@ -434,7 +435,7 @@ def test_distances_in_the_kernel_cost_by_their_kind() -> None:
 
 def test_the_kernel_moves_the_border() -> None:
     """Compiled tiles beat the dense path from shorter sequences on, and a long row of features too."""
-    if native.refusal(call_of(m.yat(), 16)) is not None:
+    if tile.refusal(call_of(m.yat(), 16)) is not None:
         pytest.skip("no compiled kernel on this machine")
     assert chosen(m.yat(), 64, heads=8) == "tiled"
     assert chosen(m.linear(), 8192) == "chunked"

@@ -17,10 +17,11 @@ from zonal.algebra import definition
 from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError, PathError
 from zonal.evaluation.recall import coverage
-from zonal.execution import candidates, native_sparse, plan, sparse
+from zonal.execution import plan
 from zonal.execution.call import Call, prepare
-from zonal.execution.coverage import measured
 from zonal.execution.machine import TYPICAL_CPU
+from zonal.execution.paths import candidates, sparse
+from zonal.execution.paths.coverage import measured
 from zonal.features import hashing
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
@@ -466,7 +467,7 @@ def test_no_second_derivative() -> None:
 def test_opcheck(name: str) -> None:
     operator = with_top(name, FEW).float()
     call = call_of(operator, inputs(Case(kv_heads=2, key_dim=7)).to(torch.float32))
-    q, k, factors = native_sparse.points(call.bound.score, call.q.detach(), call.k.detach())
+    q, k, factors = sparse.points(call.bound.score, call.q.detach(), call.k.detach())
     found = candidates.candidates(call, FEW, True)
     tokens = (x.detach().requires_grad_() for x in (q, k, call.v))
     given = *SparseInputs(*tokens, *found), encode(SparseSpec(factors, 4))
@@ -481,7 +482,7 @@ def test_without_the_kernel_torch_gathers(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> Tensor:
         raise BuildError("build: no compiler today.")
 
-    monkeypatch.setattr(native_sparse, "sparse", broken)
+    monkeypatch.setattr(sparse, "kernel", broken)
     with pytest.warns(UserWarning, match="torch's gathers run in place of the compiled kernel"):
         y = zonal.attention(q, k, v, operator, path="sparse")
     assert torch.allclose(y, expected, atol=1e-5)

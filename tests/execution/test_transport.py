@@ -19,8 +19,8 @@ from zonal import Memory, anchor, prior, probe
 from zonal import mechanisms as m
 from zonal.algebra.anchor import PlanAnchor, plan
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
-from zonal.execution import transport
 from zonal.execution.call import prepare
+from zonal.execution.paths import transport
 
 RULES: dict[str, PlanAnchor] = {
     "balanced": anchor.Plan(tolerance=1e-13),

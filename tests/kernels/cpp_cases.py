@@ -7,8 +7,8 @@ from matrix import CASES, OPERATORS, PAIRED, Case, fitted, inputs
 
 from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.execution import native
 from zonal.execution.call import prepare
+from zonal.execution.paths import tile
 
 LARGE = {
     "causal 127": Case(queries=127, keys=127, key_dim=24, value_dim=24),
@@ -40,7 +40,7 @@ KINDS: dict[str, object] = {
 def refusal(operator: Operator, case: Case) -> str | None:
     """Why the kernel does not run this pair in float32, or None."""
     data = inputs(case).to(torch.float32)
-    return native.refusal(prepare(operator, data.q, data.k, data.v, **data.arguments))
+    return tile.refusal(prepare(operator, data.q, data.k, data.v, **data.arguments))
 
 
 # what the kernel must run: with a bias of keys or without, for heads of any size that it takes, or of some

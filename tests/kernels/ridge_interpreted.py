@@ -13,7 +13,7 @@ from kernels import ridge_calls as calls
 from kernels.called import OnCuda, replaced, run
 from triton.runtime import interpreter
 
-from zonal.execution import native_ridge
+from zonal.execution.paths import ridge as ridge_path
 from zonal.kernels.ridge import ridge
 from zonal.kernels.triton import ridge_state, sizes
 
@@ -42,7 +42,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(KERNEL, native_ridge, lambda call, remembers=False: native_ridge.cuda_refusal(call)) as stack:
+    with replaced(KERNEL, ridge_path, lambda call, remembers=False: ridge_path.cuda_refusal(call)) as stack:
         if not own:
             stack.enter_context(patch.object(sizes, "ridge_block", lambda dim: 16))
         yield

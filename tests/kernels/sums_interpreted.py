@@ -16,7 +16,7 @@ from kernels.called import OnCuda, replaced, run
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-from zonal.execution import native_sums
+from zonal.execution.paths import sums as sums_path
 from zonal.kernels.sums import sums
 from zonal.kernels.triton import sums_layout, sums_state
 
@@ -47,7 +47,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(KERNEL, native_sums, lambda call, kind=None: native_sums.cuda_refusal(call)) as stack:
+    with replaced(KERNEL, sums_path, lambda call, kind=None: sums_path.cuda_refusal(call)) as stack:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))

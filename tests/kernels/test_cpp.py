@@ -24,9 +24,11 @@ from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
 from zonal.errors import MissingKernelsWarning, PathError
-from zonal.execution import native, native_distance, plan
+from zonal.execution import plan
 from zonal.execution.call import prepare
-from zonal.execution.dense import weights
+from zonal.execution.paths import distance
+from zonal.execution.paths import tile as tile_path
+from zonal.execution.paths.dense import weights
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
@@ -64,9 +66,9 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     double = copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
     called: list[str] = []
-    monkeypatch.setattr(native_distance, "refusal", lambda _: "its own tests are in test_distance.py")
-    original = native.tile
-    monkeypatch.setattr(native, "tile", lambda *given: called.append("kernel") or original(*given))
+    monkeypatch.setattr(distance, "refusal", lambda _: "its own tests are in test_distance.py")
+    original = tile_path.tile
+    monkeypatch.setattr(tile_path, "tile", lambda *given: called.append("kernel") or original(*given))
     got = everything(operator, data, data.run(operator, "tiled"))
     assert called == ["kernel"]
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
@@ -114,7 +116,7 @@ def test_bfloat16_without_gradients(selection: str) -> None:
 @pytest.mark.parametrize("dim", [8, 7])
 def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even widths run in pairs, forward and backward; odd ones in float32. A scale of zero still gets its gradient."""
-    code = native.code_of(link.Identity())
+    code = tile_path.code_of(link.Identity())
     assert code is not None
     if not native_kernels.load(code).zonal_has_bf16():
         pytest.skip("this processor has no bfloat16 products")
@@ -267,7 +269,7 @@ def test_a_broken_kernel_is_seen() -> None:
     output.
     """
     operator, (q, k, v) = m.yat(eps=0.5), sample(40)
-    good = native.code_of(operator.link)
+    good = tile_path.code_of(operator.link)
     assert good is not None
     bad = replace(good, name="broken", cpp_derivative=f"1.01f * ({good.cpp_derivative})")
     found = []
@@ -286,7 +288,7 @@ def test_a_broken_kernel_is_seen() -> None:
 def arguments(learned: bool = True) -> tuple:
     operator, (q, k, v) = m.sko(degrees=(2.0, 3.0), manifold_dim=4), sample(23)
     call = prepare(operator, q, k, v, causal=True)
-    code = native.code_of(operator.link)
+    code = tile_path.code_of(operator.link)
     assert code is not None
     spec = TileSpec(code, "count", True, 1e-12, learned=call.coefficients.shape[0])
     coefficients = call.coefficients.detach().flatten(1).T.expand(4, -1).contiguous().requires_grad_(learned)
@@ -365,7 +367,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_built_once_and_kept(empty_cache: Path) -> None:
-    code = native.code_of(link.Identity())
+    code = tile_path.code_of(link.Identity())
     assert code is not None
     assert not native_kernels.built(code, "decode")
     path = native_kernels.build(code, "decode")
@@ -379,7 +381,7 @@ def test_built_once_and_kept(empty_cache: Path) -> None:
 
 
 def test_a_damaged_library_is_compiled_again(empty_cache: Path) -> None:
-    code = native.code_of(link.Identity())
+    code = tile_path.code_of(link.Identity())
     assert code is not None
     path = native_kernels.build(code, "decode")  # the smallest source
     record = path.with_suffix(".json")
@@ -413,7 +415,7 @@ def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.Mo
     page = zonal.explain(operator, tensors[0].shape, causal=True)
     assert "no C++ compiler was found" in page.tiles
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
-        native_kernels.build(native.code_of(operator.link))  # type: ignore[arg-type]
+        native_kernels.build(tile_path.code_of(operator.link))  # type: ignore[arg-type]
 
 
 def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +442,7 @@ def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.M
 def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
     empty_cache.parent.chmod(0o500)
     with pytest.raises(build.BuildError, match=r"could not be written .* Set ZONAL_CACHE"):
-        native_kernels.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
+        native_kernels.build(tile_path.code_of(link.Identity()))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -486,7 +488,7 @@ class Angle(metric.Metric):
     ],
 )
 def test_refusals_say_why(call, reason: str) -> None:
-    assert reason in (native.refusal(call()) or "")
+    assert reason in (tile_path.refusal(call()) or "")
 
 
 # -- a link of one's own ---------------------------------------------------------------------------------------------
@@ -516,7 +518,7 @@ def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.Monkey
     """
     monkeypatch.setenv(native_kernels.VARIABLE, "on" if tiles == "kernel" else "off")
     operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
-    assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
+    assert (tile_path.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
     expected = dense(operator, [x.detach().double().requires_grad_() for x in tensors])
     for a, b in zip(run(operator, tensors), expected, strict=True):
         assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())

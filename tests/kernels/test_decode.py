@@ -18,10 +18,11 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.execution import native_decode, plan
+from zonal.execution import plan
 from zonal.execution.call import Held, prepare
 from zonal.execution.machine import TYPICAL_CPU
-from zonal.execution.native_decode import SumsSteps
+from zonal.execution.paths import steps as steps_path
+from zonal.execution.paths.steps import SumsSteps
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
 from zonal.kernels.decode import FAMILY, Decoder, DecodeSpec
@@ -401,11 +402,11 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         **arguments: Tensor,
     ) -> str:
         q, k, v = (x.to(dtype) for x in draw((2, 2, 5, 6), tokens))
-        return str(native_decode.refusal(prepare(operator, q, k, v, causal=True, **arguments), kind))
+        return str(steps_path.sums_refusal(prepare(operator, q, k, v, causal=True, **arguments), kind))
 
     assert reason(m.squared_affine()) == "None"
-    assert reason(m.squared_affine(), native_decode.MOST_TOKENS) == "None"
-    assert "1 to 16 new tokens" in reason(m.squared_affine(), native_decode.MOST_TOKENS + 1)
+    assert reason(m.squared_affine(), steps_path.MOST_TOKENS) == "None"
+    assert "1 to 16 new tokens" in reason(m.squared_affine(), steps_path.MOST_TOKENS + 1)
     assert "float64" in reason(m.squared_affine(), dtype=torch.float64)
     assert "kind 'keys'" in reason(m.softmax(), kind="keys")
     assert "log priors" in reason(m.retention())

@@ -14,8 +14,8 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.errors import PathError
-from zonal.execution import native_distance
 from zonal.execution.call import prepare
+from zonal.execution.paths import distance as distance_path
 from zonal.formula import FORMULAS
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
@@ -364,7 +364,7 @@ def test_a_broken_kernel_is_seen() -> None:
 
 def refused(operator: Operator, **more: object) -> str | None:
     q, k, v = (x.detach() for x in sample(5))
-    return native_distance.refusal(prepare(operator, q, k, v, causal=True, **more))  # type: ignore[arg-type]
+    return distance_path.refusal(prepare(operator, q, k, v, causal=True, **more))  # type: ignore[arg-type]
 
 
 def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 import zonal
 from zonal import Memory, mechanisms, prior
 from zonal.errors import PathError
-from zonal.execution import native, native_ridge, native_sums
 from zonal.execution.call import prepare
+from zonal.execution.paths import ridge, sums, tile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_attention_equals_the_dense_path(name: str, mask: str, dtype: torch.dtyp
         options["key_padding_mask"] = torch.arange(300, device="cuda")[None] % 7 != 3
     if mask == "packed":
         options["cu_seqlens"] = torch.tensor([0, 1, 140, 300], device="cuda", dtype=torch.int32)
-    assert native.refusal(prepare(operator, q, k, v, **options)) is None, "the Triton kernel runs"
+    assert tile.refusal(prepare(operator, q, k, v, **options)) is None, "the Triton kernel runs"
     leaves = [q, k, v, *operator.parameters()]
     y = zonal.attention(q, k, v, operator, path="tiled", **options)
     dy = torch.randn_like(y)
@@ -117,7 +117,7 @@ def test_no_second_derivative() -> None:
 def test_sums_over_features_equal_the_dense_path(dtype: torch.dtype) -> None:
     """Through a memory handed on between two calls: y and all gradients; another run gives the same bits."""
     operator, (q, k, v) = mechanisms.squared_affine().cuda(), inputs(dtype, tokens=3000)
-    assert native_sums.refusal(prepare(operator, q, k, v, causal=True), "features") is None, "the Triton kernel runs"
+    assert sums.refusal(prepare(operator, q, k, v, causal=True), "features") is None, "the Triton kernel runs"
 
     def attend() -> Tensor:
         memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []
@@ -156,7 +156,7 @@ def test_sums_over_features_compile_without_a_break() -> None:
 def test_ridge_read_outs_equal_the_dense_path(power: int, dtype: torch.dtype) -> None:
     """Through a memory handed on between two calls: y and all gradients; another run gives the same bits."""
     operator, (q, k, v) = mechanisms.ska(power=power).cuda(), inputs(dtype, tokens=700)
-    assert native_ridge.refusal(prepare(operator, q, k, v, causal=True), True) is None, "the Triton kernel runs"
+    assert ridge.refusal(prepare(operator, q, k, v, causal=True), True) is None, "the Triton kernel runs"
 
     def attend() -> Tensor:
         memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []

@@ -15,9 +15,10 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import NonFiniteError, PathError
-from zonal.execution import native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
-from zonal.execution.native_ridge_decode import RidgeSteps
+from zonal.execution.paths import ridge as ridge_path
+from zonal.execution.paths import steps
+from zonal.execution.paths.steps import RidgeSteps
 from zonal.kernels import native as native_kernels
 from zonal.kernels.op import encode
 from zonal.kernels.ridge import RidgeInputs, RidgeSpec, ridge
@@ -117,9 +118,9 @@ def test_kernel_equals_definition(
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
     called: list[str] = []
-    original = native_ridge.chunked
+    original = ridge_path.chunked
     monkeypatch.setattr(
-        native_ridge, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named)
+        ridge_path, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named)
     )
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called == ["kernel"]
@@ -306,9 +307,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 
     truth = gradients(double, exact, exact.run(double, "dense"), run(double, exact)[1])
     called: list[int] = []
-    original = native_ridge.chunked
+    original = ridge_path.chunked
     monkeypatch.setattr(
-        native_ridge,
+        ridge_path,
         "chunked",
         lambda call, memory, **named: called.append(call.shape[3]) or original(call, memory, **named),
     )
@@ -420,7 +421,7 @@ def test_which_steps_are_refused() -> None:
     operator = m.ska(power=1)
 
     def why(operator: Operator, *tensors: Tensor, kind: str = "ridge") -> str:
-        return str(native_ridge_decode.refusal(prepare(operator, *tensors, causal=True), kind))
+        return str(steps.ridge_refusal(prepare(operator, *tensors, causal=True), kind))
 
     with torch.no_grad():
         assert why(operator, q, k, v) == "None"
@@ -462,20 +463,20 @@ def test_the_same_bits_again(threads: int) -> None:
 def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = sample(20)
     call = prepare(m.ska(power=1), q, k, v, causal=True)
-    assert native_ridge.refusal(call) is None
-    assert native_ridge.refusal(call, True) is None
-    assert "one solve serves" in str(native_ridge.refusal(prepare(m.ska(), q, k, v, causal=False)))
+    assert ridge_path.refusal(call) is None
+    assert ridge_path.refusal(call, True) is None
+    assert "one solve serves" in str(ridge_path.refusal(prepare(m.ska(), q, k, v, causal=False)))
     assert "follows the keys" in str(
-        native_ridge.refusal(prepare(m.ska(chunk=4, running_max=True), q, k, v, causal=True))
+        ridge_path.refusal(prepare(m.ska(chunk=4, running_max=True), q, k, v, causal=True))
     )
     chunks = prepare(m.ska(chunk=4), q, k, v, causal=True)
-    assert native_ridge.refusal(chunks) is None
-    assert "whole chunks" in str(native_ridge.refusal(chunks, True))
-    assert "float64" in str(native_ridge.refusal(prepare(m.ska(), q.double(), k.double(), v.double(), causal=True)))
-    assert "anchor Row" in str(native_ridge.refusal(prepare(m.linear(), q, k, v, causal=True)))
+    assert ridge_path.refusal(chunks) is None
+    assert "whole chunks" in str(ridge_path.refusal(chunks, True))
+    assert "float64" in str(ridge_path.refusal(prepare(m.ska(), q.double(), k.double(), v.double(), causal=True)))
+    assert "anchor Row" in str(ridge_path.refusal(prepare(m.linear(), q, k, v, causal=True)))
     assert zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge == "a compiled kernel"
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
-    assert "ZONAL_KERNELS=off" in str(native_ridge.refusal(call))
+    assert "ZONAL_KERNELS=off" in str(ridge_path.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge
 
 

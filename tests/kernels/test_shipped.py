@@ -19,16 +19,8 @@ from zonal import mechanisms as m
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.cli import build as command
-from zonal.execution import (
-    native,
-    native_decode,
-    native_distance,
-    native_ridge,
-    native_ridge_decode,
-    native_sparse,
-    native_sums,
-)
 from zonal.execution.call import prepare
+from zonal.execution.paths import distance, ridge, sparse, steps, sums, tile
 from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
@@ -184,17 +176,17 @@ def refused(family: str) -> str | None:
     }.get(family, m.linear)()
     call = prepare(operator, q, k, v, causal=True)
     if family == "decode":
-        return native_decode.refusal(call, "features")
+        return steps.sums_refusal(call, "features")
     if family == "ridge_decode":
-        return native_ridge_decode.refusal(call, "ridge")
+        return steps.ridge_refusal(call, "ridge")
     asked = {
-        "tile": native,
-        "sums": native_sums,
-        "ridge": native_ridge,
-        "distance": native_distance,
-        "sparse": native_sparse,
+        "tile": tile.refusal,
+        "sums": sums.refusal,
+        "ridge": ridge.refusal,
+        "distance": distance.refusal,
+        "sparse": sparse.kernel_refusal,
     }
-    return asked[family].refusal(call)
+    return asked[family](call)
 
 
 @pytest.mark.filterwarnings("ignore::zonal.errors.MissingKernelsWarning")
@@ -231,7 +223,7 @@ def test_every_shipped_family_runs_without_a_compiler(
 
 def test_every_link_is_known() -> None:
     """FORMULAS, which stand below links and metrics, are theirs."""
-    found = [native.code_of(kind()) for kind in DECLARED.values() if kind.slot == "link"]  # type: ignore[arg-type]
+    found = [tile.code_of(kind()) for kind in DECLARED.values() if kind.slot == "link"]  # type: ignore[arg-type]
     found += [
         reduction.formula
         for kind in DECLARED.values()

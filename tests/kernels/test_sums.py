@@ -12,9 +12,10 @@ import zonal
 from zonal import Operator, prior
 from zonal import mechanisms as m
 from zonal.errors import PathError
-from zonal.execution import native, native_sums
 from zonal.execution.call import Call, prepare
-from zonal.execution.chunked import refusal
+from zonal.execution.paths import sums as sums_path
+from zonal.execution.paths import tile as tile_path
+from zonal.execution.paths.chunked import refusal
 from zonal.execution.shape import shape_of
 from zonal.execution.work import compiled_sums
 from zonal.features import SymmetricPowers
@@ -101,7 +102,7 @@ def test_the_table_says_all() -> None:
     for name in set(KINDS) - set(NAMES):
         operator = KINDS[name]().float()
         call = call_of(operator, inputs(fitted(operator, CASES["causal"])).to(torch.float32))
-        assert refusal(call) is not None or operator.tags.solves or native_sums.refusal(call) is not None, (
+        assert refusal(call) is not None or operator.tags.solves or sums_path.refusal(call) is not None, (
             f"the kernel now runs {name}, too: add it to the table"
         )
 
@@ -123,8 +124,8 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
     called: list[str] = []
-    original = native_sums.chunked
-    monkeypatch.setattr(native_sums, "chunked", lambda *given: called.append("kernel") or original(*given))
+    original = sums_path.chunked
+    monkeypatch.setattr(sums_path, "chunked", lambda *given: called.append("kernel") or original(*given))
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called[:1] == ["kernel"]
     assert_as_good(got, everything(operator, data, data.run(operator, "dense")), truth, dtype)
@@ -231,22 +232,22 @@ def test_wrong_tables_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = sample(20)
     call = prepare(m.squared_affine(), q, k, v, causal=True)
-    assert native_sums.refusal(call) is None
-    assert native_sums.refusal(call, "features") is None
-    assert native_sums.refusal(call, "decayed") is None
-    assert "'keys'" in str(native_sums.refusal(call, "keys"))
-    assert native_sums.refusal(prepare(m.retention(), q, k, v, causal=True)) is None
+    assert sums_path.refusal(call) is None
+    assert sums_path.refusal(call, "features") is None
+    assert sums_path.refusal(call, "decayed") is None
+    assert "'keys'" in str(sums_path.refusal(call, "keys"))
+    assert sums_path.refusal(prepare(m.retention(), q, k, v, causal=True)) is None
     assert "ALiBi" in str(
-        native_sums.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True))
+        sums_path.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True))
     )
-    assert native_sums.refusal(prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True), "features") is None
+    assert sums_path.refusal(prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True), "features") is None
     assert "float64" in str(
-        native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True))
+        sums_path.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True))
     )
     page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
     assert page.sums == "a compiled kernel"
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
-    assert "ZONAL_KERNELS=off" in str(native_sums.refusal(call))
+    assert "ZONAL_KERNELS=off" in str(sums_path.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
 
 
@@ -256,7 +257,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def arguments(learned: bool = True, fading: bool = False) -> tuple:
     operator, (q, k, v) = m.squared_affine(learn_bias=True), sample(23)
     call = prepare(operator, q, k, v, causal=True)
-    code = native.code_of(operator.link)
+    code = tile_path.code_of(operator.link)
     assert code is not None
     spec = SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True, learned=1)
     coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
@@ -332,7 +333,7 @@ def test_a_call_compiles_without_a_break() -> None:
 
 def test_a_training_step_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tile kernel refused a traced model takes this one."""
-    monkeypatch.setattr(native, "refusal", lambda call: "asked for")
+    monkeypatch.setattr(tile_path, "refusal", lambda call: "asked for")
     torch.manual_seed(0)
     model = CausalLM(ModelConfig(50, 32, ("sq", "sq"), 2, conv=4, rotary=True))
     tokens = torch.randint(0, 50, (2, 140))

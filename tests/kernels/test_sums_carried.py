@@ -17,8 +17,9 @@ from torch import Tensor
 import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
+from zonal.execution.paths import sums as sums_path
+from zonal.execution.paths import tile as tile_path
 from zonal.kernels import native as native_kernels
 from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
 from zonal.memory.sums import anchored
@@ -143,9 +144,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 
     truth = gradients(double, exact, exact.run(double, "dense"), exact.state(double))
     called: list[int] = []
-    original = native_sums.chunked
+    original = sums_path.chunked
     monkeypatch.setattr(
-        native_sums, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory)
+        sums_path, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory)
     )
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
@@ -207,8 +208,8 @@ def test_decays_and_biases_of_tokens(
         ]
 
     called: list[str] = []
-    original = native_sums.chunked
-    monkeypatch.setattr(native_sums, "chunked", lambda *given: called.append("kernel") or original(*given))
+    original = sums_path.chunked
+    monkeypatch.setattr(sums_path, "chunked", lambda *given: called.append("kernel") or original(*given))
     got = found(operator, data, "chunked")
     assert called == ["kernel"]
     assert_as_good(got, found(operator, data, "dense"), found(double, exact, "dense"))
@@ -376,7 +377,7 @@ def test_only_rows_that_cancel_are_summed_directly() -> None:
     q, k, v = (x.float() for x in cancelling(0.01, 1000, False))
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5), anchor.Row())
     seen = prepare(operator, q, k, v, causal=True).visibility
-    code = native.code_of(operator.link)
+    code = tile_path.code_of(operator.link)
     assert code is not None
     spec = SumsSpec(code, 2, 0, "row", True, positive=True)
     numbers = torch.full((2, 1), 0.5), torch.tensor([[0.25, 1.0, 1.0]]).repeat(2, 1)

@@ -11,7 +11,7 @@ import zonal
 from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import native
+from zonal.execution.paths import tile as tile_path
 from zonal.kernels import native as native_kernels
 from zonal.kernels import transforms
 from zonal.kernels.tile import TileInputs, TileSpec, tile
@@ -128,7 +128,7 @@ def test_folding_starts_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None
     )
     operator, (q, k, v) = m.sko(degrees=(2.0,), manifold_dim=4), tokens((0, 0, 0))
     vmap(lambda q, k, v: zonal.attention(q, k, v, operator, causal=True, path="tiled"))(q, k, v)
-    code = native.code_of(operator.link)
+    code = tile_path.code_of(operator.link)
     assert code is not None
     coefficients = torch.randn(3, 4, 3)
 

@@ -87,10 +87,10 @@ OWN = """
 import sys
 from kernels import interpreted, tile_cases
 from student_t import StudentT
-from zonal.execution import native
+from zonal.execution.paths import tile
 
 link = StudentT(sharpness=3.0)
-tile_cases.LINKS["student_t"] = link, native.code_of(link), 0
+tile_cases.LINKS["student_t"] = link, tile.code_of(link), 0
 masks = ("causal", "padding", "gqa", "decode")
 found = [tile_cases.Case("student_t", anchor, mask) for anchor in tile_cases.ANCHORS for mask in masks]
 tile_cases.CASES.update({case.name: case for case in found})

@@ -13,8 +13,8 @@ from kernels.processes import ROOT, ahead, asked, fitting, judged, no_device
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native_distance
 from zonal.execution.call import Call, prepare
+from zonal.execution.paths import distance
 from zonal.execution.shape import shape_of
 from zonal.execution.work import compiled_tiles, distances
 
@@ -69,10 +69,10 @@ def call_of(operator: zonal.Operator, dim: int = 96, dtype: torch.dtype = torch.
 
 
 def test_what_it_does_not_take_is_said() -> None:
-    assert native_distance.unfit(call_of(m.rewa())) is None
-    assert "dimensions must be 1 to 256" in str(native_distance.unfit(call_of(m.rewa(), 300)))
-    assert "log priors" in str(native_distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
-    assert "float64" in str(native_distance.refusal(call_of(m.rewa(), dtype=torch.float64)))
+    assert distance.unfit(call_of(m.rewa())) is None
+    assert "dimensions must be 1 to 256" in str(distance.unfit(call_of(m.rewa(), 300)))
+    assert "log priors" in str(distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
+    assert "float64" in str(distance.refusal(call_of(m.rewa(), dtype=torch.float64)))
 
 
 def test_the_planner_counts_a_pair_s_distances() -> None:

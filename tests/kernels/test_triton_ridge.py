@@ -13,9 +13,9 @@ from kernels.ridge_calls import CASES, LONG, OPERATORS, SHAPES
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native_ridge
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
+from zonal.execution.paths import ridge
 from zonal.execution.plan import seconds
 from zonal.execution.routes import ROUTES
 from zonal.execution.shape import Shape, shape_of
@@ -73,7 +73,7 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 64, dtype: 
     ("dim", "reason"), [(24, None), (64, None), (65, "dimensions must be 1 to 64, this call has 65 and 65")]
 )
 def test_who_is_refused_on_cuda(dim: int, reason: str | None) -> None:
-    found = native_ridge.cuda_refusal(call_of(m.ska(power=1), dim=dim))
+    found = ridge.cuda_refusal(call_of(m.ska(power=1), dim=dim))
     assert found is None if reason is None else reason in str(found)
 
 

@@ -15,9 +15,9 @@ from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 import zonal
 from zonal import mechanisms as m
 from zonal.algebra.anchor import Count, Raw, Row
-from zonal.execution import native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
+from zonal.execution.paths import sums
 from zonal.execution.plan import seconds
 from zonal.execution.routes import ROUTES
 from zonal.execution.shape import Shape, shape_of
@@ -104,14 +104,14 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 16, dtype: 
     ],
 )
 def test_who_is_refused_on_cuda(operator: zonal.Operator, dim: int, reason: str | None) -> None:
-    found = native_sums.cuda_refusal(call_of(operator, dim=dim))
+    found = sums.cuda_refusal(call_of(operator, dim=dim))
     assert found is None if reason is None else reason in str(found)
 
 
 def test_decays_and_biases_are_not_refused() -> None:
     x, numbers = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8)
     for given in ({"log_decay": numbers}, {"key_bias": numbers}):
-        assert native_sums.cuda_refusal(prepare(m.linear(), x, x, x, causal=True, **given)) is None
+        assert sums.cuda_refusal(prepare(m.linear(), x, x, x, causal=True, **given)) is None
 
 
 def shape(tokens: int, dim: int = 32) -> Shape:

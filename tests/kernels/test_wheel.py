@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native
+from zonal.execution.paths import tile
 from zonal.kernels import native as native_kernels
 warnings.simplefilter("error")
 q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -104,7 +104,7 @@ def attend(q):
 
 compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
 errors["traced"] = (compiled(q) - attend(q)).abs().max().item()
-loaded = native_kernels.load(native.code_of(zonal.link.Exp()))
+loaded = native_kernels.load(tile.code_of(zonal.link.Exp()))
 threads = []
 for count in (1, 3, 2):
     torch.set_num_threads(count)

@@ -11,11 +11,11 @@ import zonal
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import MissingKernelsWarning
-from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import prepare
+from zonal.execution.paths import ridge, sums
 from zonal.kernels import native as native_kernels
 
-KERNELS = {"sums": (m.squared_affine, native_sums), "ridge": (m.ska, native_ridge)}
+KERNELS = {"sums": (m.squared_affine, sums), "ridge": (m.ska, ridge)}
 
 
 def sample() -> list[Tensor]:

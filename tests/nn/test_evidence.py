@@ -11,8 +11,8 @@ from torch import Tensor
 from zonal import anchor, nn, prior, probe, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.execution import dense
 from zonal.execution.call import prepare
+from zonal.execution.paths import dense
 from zonal.nn.evidence import _probe, forms, maps, refusal
 
 

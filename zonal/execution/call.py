@@ -13,7 +13,7 @@ from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
-from zonal.execution.marginals import marginals_of
+from zonal.execution.mask import marginals_of
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.base import undeclared

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, autocast, prepare, spread
-from zonal.execution.chunked import check_memory
-from zonal.execution.native_decode import SumsSteps, numbers_of
-from zonal.execution.native_ridge_decode import RidgeSteps
-from zonal.execution.streaming import compiled_steps, first_step, streaming
+from zonal.execution.paths.chunked import check_memory
+from zonal.execution.paths.steps import RidgeSteps, SumsSteps, numbers_of
+from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
 from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import Given

@@ -13,8 +13,8 @@ from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
 from zonal.execution import machine as machines
 from zonal.execution.call import Call, Held, prepare
-from zonal.execution.coverage import Coverage, measured
 from zonal.execution.machine import Machine
+from zonal.execution.paths.coverage import Coverage, measured
 from zonal.execution.plan import Choice, choose, duration
 from zonal.execution.shape import Shape, shape_of
 from zonal.memory import Memory

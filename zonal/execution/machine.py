@@ -33,8 +33,8 @@ from zonal.algebra.link import Gegenbauer
 from zonal.algebra.score import Cosine
 from zonal.data.cache import VARIABLE, cache_folder
 from zonal.errors import FileFormatError
-from zonal.execution import native
 from zonal.execution.call import prepare
+from zonal.execution.paths import tile
 from zonal.kernels.build import BuildError
 
 SCHEMA = 5
@@ -201,10 +201,10 @@ def _compiled(device: torch.device, budget: float) -> tuple[float, bool]:
     x = torch.full((1, heads, tokens, 64), 0.5, dtype=torch.float32, device=device)
     operator = Operator(score=Cosine(), link=Gegenbauer(learn_weights=False), anchor=Count()).to(device)
     call = prepare(operator, x, x, x, causal=False)
-    if native.refusal(call) is not None:
+    if tile.refusal(call) is not None:
         return 0.0, False
     try:
-        took, contended = _with_threads(device, functools.partial(native.tiled, call), budget)
+        took, contended = _with_threads(device, functools.partial(tile.tiled, call), budget)
     except BuildError:
         return 0.0, False
     return 2.0 * heads * tokens * tokens * 64 / took, contended

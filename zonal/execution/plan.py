@@ -15,8 +15,8 @@ import torch
 from zonal.errors import PathError, unknown_name
 from zonal.execution import machine as machines
 from zonal.execution.call import Call
-from zonal.execution.dense import dense
 from zonal.execution.machine import Machine
+from zonal.execution.paths.dense import dense
 from zonal.execution.routes import PATHS, Asked, Result, Route, asked
 from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.build import BuildError

@@ -11,7 +11,7 @@ from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, autocast, prepare
 from zonal.execution.explain import Explanation, explain
-from zonal.execution.native_decode import Numbers
+from zonal.execution.paths.steps import Numbers
 from zonal.execution.plan import choose, run
 from zonal.execution.routes import Runner
 from zonal.kernels.op import plain

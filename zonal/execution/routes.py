@@ -12,22 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.execution import (
-    chunked,
-    hierarchy,
-    native,
-    native_distance,
-    native_ridge,
-    native_sparse,
-    native_sums,
-    sparse,
-    streaming,
-    tiled,
-    transport,
-    work,
-)
+from zonal.execution import work
 from zonal.execution.call import Call, following
-from zonal.execution.dense import dense
+from zonal.execution.paths import chunked, distance, ridge, sparse, streaming, sums, tile, tiled, transport, tree
+from zonal.execution.paths.dense import dense
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
 from zonal.kernels import transforms
@@ -138,14 +126,14 @@ def _never(call: Call) -> str | None:
 
 def _tiles(call: Call) -> str | None:
     """Why the kernel of tiles does not run a call: a distance has its own kernel."""
-    if not call.bound.score.bilinear and native_distance.refusal(call) is None:
+    if not call.bound.score.bilinear and distance.refusal(call) is None:
         return "the kernel of distances takes it"
-    return native.refusal(call)
+    return tile.refusal(call)
 
 
 def _distances(call: Call) -> str | None:
     """Why the kernel of distances does not run a call: a plain product is no distance."""
-    return "its score is a dot product" if call.bound.score.bilinear else native_distance.refusal(call)
+    return "its score is a dot product" if call.bound.score.bilinear else distance.refusal(call)
 
 
 def _torch_tiles(call: Call) -> str | None:
@@ -163,11 +151,11 @@ def _fades(call: Call) -> str | None:
 def _sums(call: Call) -> str | None:
     if call.memory is not None and call.memory.form.statistics != torch.float32:
         return "the kernel carries sums in float32, and this memory has others"
-    return native_sums.refusal(call, None if call.held is None else call.held.kind)
+    return sums.refusal(call, None if call.held is None else call.held.kind)
 
 
 def _ridge(call: Call) -> str | None:
-    return native_ridge.refusal(call, call.held is not None)
+    return ridge.refusal(call, call.held is not None)
 
 
 # -- running them ----------------------------------------------------------------------------------
@@ -195,13 +183,13 @@ def _scaled(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
 def _summed(call: Call) -> Result:
     memory = call.memory
     assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
-    return native_sums.chunked(call, memory)
+    return sums.chunked(call, memory)
 
 
 def _read_out(call: Call) -> Result:
     memory = call.memory
     assert memory is None or isinstance(memory, RidgeStatistics)
-    return native_ridge.chunked(call, memory, return_memory=memory is not None)
+    return ridge.chunked(call, memory, return_memory=memory is not None)
 
 
 def _carried(call: Call) -> Result:
@@ -211,21 +199,21 @@ def _carried(call: Call) -> Result:
 _TORCH, _COMPILED = 2.5e10, 6e10
 ROUTES: tuple[Route, ...] = (
     Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
-    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", False),
-    Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", True),
-    Route("tiled", "C++ distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums",
+    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(tile.tiled), _COMPILED, "sums", False),
+    Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(tile.tiled), _COMPILED, "sums", True),
+    Route("tiled", "C++ distances", _distances, work.distances, _scaled(distance.tiled), _COMPILED, "sums",
           False),
-    Route("tiled", "Triton distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums",
+    Route("tiled", "Triton distances", _distances, work.distances, _scaled(distance.tiled), _COMPILED, "sums",
           True),
     Route("tiled", "torch", _torch_tiles, work.tiles, _whole(tiled.tiled), _TORCH, "sums"),
     Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _COMPILED, "plan"),
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
-    Route("tiled", "torch tree", _never, work.tree, _whole(hierarchy.hierarchical), _TORCH, "tree"),
-    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False, native_sums.runner),
+    Route("tiled", "torch tree", _never, work.tree, _whole(tree.hierarchical), _TORCH, "tree"),
+    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False, sums.runner),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
     Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False,
-          native_ridge.runner),
+          ridge.runner),
     Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", True),
     Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
     Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
@@ -234,7 +222,7 @@ ROUTES: tuple[Route, ...] = (
     Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel, _COMPILED,
           "ridge", False),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
-    Route("sparse", "C++", native_sparse.refusal, work.compiled_candidates, _whole(sparse.compiled), _COMPILED, "",
+    Route("sparse", "C++", sparse.kernel_refusal, work.compiled_candidates, _whole(sparse.compiled), _COMPILED, "",
           False),
     Route("sparse", "torch", _never, work.candidates, _whole(sparse.by_torch), _TORCH),
 )  # fmt: skip

@@ -11,10 +11,10 @@ from typing import NamedTuple, cast
 
 from zonal.algebra.anchor import Hierarchical, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
-from zonal.execution import tiled
-from zonal.execution.chunked import ridge_block
-from zonal.execution.ridge_fading import usual_block
-from zonal.execution.scan import block_size
+from zonal.execution.paths import tiled
+from zonal.execution.paths.chunked import ridge_block
+from zonal.execution.paths.fading import usual_block
+from zonal.execution.paths.scan import block_size
 from zonal.execution.shape import EXPONENTIAL, Shape
 from zonal.features import feature_map, hashing
 from zonal.memory.whitened import width_of

@@ -12,8 +12,8 @@ from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import dense
 from zonal.execution.call import Call, prepare
+from zonal.execution.paths import dense
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, visibility
 from zonal.algebra.score import Fused
-from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.execution.paths import tile
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
@@ -26,7 +26,7 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 def refusal(call: Call, kind: str | None = None) -> Reason:
     """Why torch's scan runs instead of the kernel, or None. kind: of the memory involved, None without a memory."""
-    code = native.code_of(call.bound.link)
+    code = tile.code_of(call.bound.link)
     return FAMILY.refusal(
         call.device.type,
         call.coefficients.dtype,
@@ -39,24 +39,24 @@ def refusal(call: Call, kind: str | None = None) -> Reason:
 def _unfit(call: Call, code: Formula | None, kind: str | None) -> Reason:
     if code is None:
         return f"link {type(call.bound.link).__name__} has no formula for it"
-    if native.other_anchor(call):
-        return native.other_anchor(call)
+    if tile.other_anchor(call):
+        return tile.other_anchor(call)
     if call.bias.slope is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"
     if kind not in (None, "features", "decayed"):
         return f"a memory of kind {kind!r} is not in it"
-    return native.empty_rows(call)
+    return tile.empty_rows(call)
 
 
 def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     link, features = call.bound.link, feature_map(call.bound.link)
-    code = native.code_of(link)
+    code = tile.code_of(link)
     if code is None or not code.triton:
         return f"link {type(link).__name__} has no Triton functions"
     if features is not None and features.degree > 2:
         return f"on CUDA powers of the score up to 2 are in it, link {type(link).__name__} has {features.degree}"
-    return native.too_wide(*call.shape[4:])
+    return tile.too_wide(*call.shape[4:])
 
 
 def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
@@ -110,7 +110,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """y, and with a memory the state after the last key. placed: prepared keys and who sees them, if not the call's."""
     bound, seen = call.bound, call.visibility
-    code, features = native.code_of(bound.link), feature_map(bound.link)
+    code, features = tile.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
     dim = call.shape[4]
@@ -123,7 +123,7 @@ def _run(
     if placed is not None:
         fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
     spec = _spec(call, code, features, fused, memory is not None)
-    scale = native.scale_of(fused, call.shape[1], q.device)
+    scale = tile.scale_of(fused, call.shape[1], q.device)
     if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
         q, k = call.shared
     initial = None if memory is None or memory.count == 0 else memory.state
@@ -140,12 +140,12 @@ def _run(
 
 def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
-    rows = native.rows_of(call, code)
+    rows = tile.rows_of(call, code)
     return rows, call.bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(call.shape[1], -1)
 
 
 def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
-    kind, positive, learned = native.kind_of(call.bound.anchor), call.tags.positive, call.coefficients.shape[0]
+    kind, positive, learned = tile.kind_of(call.bound.anchor), call.tags.positive, call.coefficients.shape[0]
     return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, positive, learned)
 
 
@@ -177,10 +177,10 @@ def runner(call: Call) -> Runner | None:
         or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None
     ):
         return None
-    code, features = native.code_of(bound.link), feature_map(bound.link)
+    code, features = tile.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
-    scale = native.scale_of(fused, bound.heads, call.device).float().contiguous()
+    scale = tile.scale_of(fused, bound.heads, call.device).float().contiguous()
     rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
     return lambda q, k, v: (

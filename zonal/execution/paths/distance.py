@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from zonal.algebra.link import Link, Oscillatory
-from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.execution.paths import tile
 from zonal.kernels.distance import CODE, FAMILY, TERMS, WAVES, DistanceInputs, DistanceSpec, distance
 from zonal.kernels.native import Reason
 
@@ -19,8 +19,8 @@ def unfit(call: Call) -> Reason:
     score, link = call.bound.score, call.bound.link
     # prepared queries have their weights in front
     dim = call.shape[4] if call.raw is not None else call.k.shape[3]
-    if native.too_wide(dim, call.shape[5]):
-        return native.too_wide(dim, call.shape[5])
+    if tile.too_wide(dim, call.shape[5]):
+        return tile.too_wide(dim, call.shape[5])
     terms = score.terms(dim)
     if terms is None:
         metric = type(getattr(score, "metric", score)).__name__
@@ -30,19 +30,19 @@ def unfit(call: Call) -> Reason:
     waves = _waves(link)
     if waves is None or waves > WAVES:
         return f"link {type(link).__name__} is not in it (Exp is, and Oscillatory of up to {WAVES} waves)"
-    if native.other_anchor(call):
-        return native.other_anchor(call)
+    if tile.other_anchor(call):
+        return tile.other_anchor(call)
     if not call.bias.empty:
         return "log priors (decay, ALiBi, key biases) are not in it"
-    return native.transformed()
+    return tile.transformed()
 
 
 def _waves(link: Link) -> int | None:
     """How many waves a link has: 0 for exp, None where it is something else."""
     if type(link) is Oscillatory:
         return len(link.amplitudes)
-    code = native.code_of(link)
-    return 0 if code is not None and native.exponential(code) and code.domain is None else None
+    code = tile.code_of(link)
+    return 0 if code is not None and tile.exponential(code) and code.domain is None else None
 
 
 def tiled(call: Call) -> Tensor:
@@ -66,7 +66,7 @@ def tiled(call: Call) -> Tensor:
     coefficients = call.coefficients.flatten(1).T.expand(q.shape[1], -1)
     edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None
     inputs = DistanceInputs(q, k, v, weights, coefficients, seen.key_mask, edges)
-    return distance(inputs, DistanceSpec(native.rules(call, CODE), terms, waves))[0]
+    return distance(inputs, DistanceSpec(tile.rules(call, CODE), terms, waves))[0]
 
 
 __all__ = ["refusal", "tiled", "unfit"]

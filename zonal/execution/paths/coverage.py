@@ -10,10 +10,10 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError
 from zonal.evaluation.recall import Coverage, coverage, summarised
-from zonal.execution import native_sparse
 from zonal.execution.call import Call, prepare
-from zonal.execution.candidates import candidates, keys_of
-from zonal.execution.sparse import refusal
+from zonal.execution.paths import sparse
+from zonal.execution.paths.candidates import candidates, keys_of
+from zonal.execution.paths.sparse import refusal
 from zonal.kernels.sparse import Candidates
 
 # numbers of a row, all heads, that are looked at together
@@ -44,7 +44,7 @@ def measured(
         raise ArgumentError(f"coverage: operator {operator.name!r} has no sparse path to measure: {reason}.")
     anchor = cast(TopK, call.bound.anchor)
     search = cast(LSH, anchor.search)
-    found = candidates(call, search, native_sparse.refusal(call) is None)
+    found = candidates(call, search, sparse.kernel_refusal(call) is None)
     chosen = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:rows].sort().values
     keys, most = k.shape[2], max(search.reach, search.window)
     size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (search.tables + 1)), 1))

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution import native_decode, native_ridge_decode
 from zonal.execution.call import Call, Held
-from zonal.execution.chunked import check_memory, empty_memory, tail
-from zonal.execution.documents import by_document
-from zonal.execution.native_decode import SumsSteps
-from zonal.execution.native_ridge_decode import RidgeSteps
+from zonal.execution.paths import steps
+from zonal.execution.paths.chunked import check_memory, empty_memory, tail
+from zonal.execution.paths.documents import by_document
+from zonal.execution.paths.steps import RidgeSteps, SumsSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.refusals import features_refusal
@@ -45,7 +44,7 @@ def sums_refusal(call: Call) -> str | None:
         return "it has no gradients, and the memory may be asked for some"
     if memory is not None and memory.form.statistics != torch.float32:
         return "it is for sums in float32, and the memory holds others"
-    return native_decode.refusal(call, call.kind)
+    return steps.sums_refusal(call, call.kind)
 
 
 def ridge_refusal(call: Call) -> str | None:
@@ -54,7 +53,7 @@ def ridge_refusal(call: Call) -> str | None:
     sums = (memory.gram, memory.cross) if isinstance(memory, RidgeStatistics) and torch.is_grad_enabled() else ()
     if any(x.requires_grad for x in sums):
         return "it has no gradients, and the memory may be asked for some"
-    return native_ridge_decode.refusal(call, call.kind)
+    return steps.ridge_refusal(call, call.kind)
 
 
 def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:

@@ -31,8 +31,8 @@ from zonal.algebra.prior import Bias, Intervals, Visibility
 from zonal.algebra.score import Score
 from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
-from zonal.execution import native, tiled
 from zonal.execution.call import Call, prepare
+from zonal.execution.paths import tile, tiled
 from zonal.formula import Formula
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
@@ -57,7 +57,7 @@ def refusal(call: Call) -> str | None:
             f"key dimensions must be at most {LARGEST - 2} and value dimensions {LARGEST - 1}, "
             f"this call has {call.shape[4]} and {call.shape[5]}"
         )
-    return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
+    return tile.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
 
 
 def compiled(call: Call) -> Tensor:
@@ -85,7 +85,7 @@ _iterated: Callable[[Call, bool], Tensor] = torch.compiler.disable(_by_passes)  
 
 
 def _code(call: Call) -> Formula:
-    code = native.code_of(call.bound.link)
+    code = tile.code_of(call.bound.link)
     assert code is not None
     return code
 

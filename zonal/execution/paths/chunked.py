@@ -15,8 +15,7 @@ from zonal.algebra.primal import contraction, on_heads
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call
-from zonal.execution.documents import by_document
-from zonal.execution.ridge_block import (
+from zonal.execution.paths.blocks import (
     Sight,
     exclusive,
     factorise,
@@ -26,8 +25,9 @@ from zonal.execution.ridge_block import (
     rows_into_blocks,
     solve,
 )
-from zonal.execution.ridge_fading import fading
-from zonal.execution.scan import Job, Rule, Step, block_size, scan
+from zonal.execution.paths.documents import by_document
+from zonal.execution.paths.fading import fading
+from zonal.execution.paths.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels import transforms
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens

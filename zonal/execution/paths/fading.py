@@ -18,7 +18,7 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.primal import factorised, on_heads
 from zonal.errors import PathError
 from zonal.execution.call import Call
-from zonal.execution.ridge_block import Factor, Sight, into_blocks, rows_from_blocks, rows_into_blocks
+from zonal.execution.paths.blocks import Factor, Sight, into_blocks, rows_from_blocks, rows_into_blocks
 from zonal.memory import FadingStatistics, Tokens
 from zonal.memory.fading import directions, given_back
 from zonal.memory.inverse import positive_inverse

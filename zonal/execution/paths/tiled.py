@@ -18,7 +18,7 @@ from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution.call import Call
-from zonal.execution.hierarchy import hierarchy_refusal
+from zonal.execution.paths.tree import hierarchy_refusal
 
 # The fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in
 # the cache. Long sequences waste few tiles on the diagonal and gain from larger ones.

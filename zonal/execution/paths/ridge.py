@@ -8,9 +8,9 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
-from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.execution.native_sums import Runner, places_of
+from zonal.execution.paths import tile
+from zonal.execution.paths.sums import Runner, places_of
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
@@ -47,7 +47,7 @@ def _unfit(call: Call, remembers: bool) -> Reason:
         return "log priors (decay, key biases) are not in it"
     if remembers and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    return native.empty_rows(call) or native.transformed()
+    return tile.empty_rows(call) or tile.transformed()
 
 
 def cuda_refusal(call: Call) -> Reason:

@@ -1,0 +1,356 @@
+"""Steps of a decoder by compiled kernels on the CPU: a few tokens absorbed into a memory's sums and read.
+
+Sums over features are passed over once a step; a step of ridge statistics takes O(r^2).
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.score import Clipped, Fused
+from zonal.execution.call import Call
+from zonal.execution.paths import tile
+from zonal.execution.paths.ridge import clipped_of, multiplied, query_scale
+from zonal.features import feature_map
+from zonal.kernels import transforms
+from zonal.kernels.decode import DTYPES, DecodeSpec
+from zonal.kernels.decode import FAMILY as SUMS
+from zonal.kernels.decode import Decoder as Kernel
+from zonal.kernels.native import Reason
+from zonal.kernels.op import plain
+from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
+from zonal.kernels.ridge_decode import FAMILY as RIDGE
+from zonal.kernels.ridge_decode import LATE, Stepper
+from zonal.memory import DecayedSums, FeatureSums, RidgeStatistics
+from zonal.memory.ridge import REMAKE, Inverse, ridge_version
+from zonal.memory.whitened import width_of
+
+MOST_TOKENS = 16
+"""Past this many tokens the kernel for whole sequences (``sums``) shares more work between them."""
+_FEW = 64
+
+
+def sums_refusal(call: Call, kind: str) -> Reason:
+    """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _sums_unfit(call, kind))
+
+
+def _sums_unfit(call: Call, kind: str) -> Reason:
+    if torch.compiler.is_compiling() or transforms.active():
+        return "a call that is traced or transformed needs operations of torch"
+    queries, keys = call.shape[2:4]
+    if kind != "features":
+        return f"a memory of kind {kind!r} is not in it"
+    if call.chunk is not None:
+        return "a memory that waits for whole chunks is not in it"
+    if tile.other_anchor(call):
+        return tile.other_anchor(call)
+    if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
+        return "log priors (decay, key biases), key masks and packed documents are not in it"
+    if not 1 <= queries <= MOST_TOKENS or queries != keys:
+        return (
+            f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        )
+    if tile.empty_rows(call):
+        return tile.empty_rows(call)
+    if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
+        return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
+    return None
+
+
+class Numbers:
+    """The learned and drawn numbers of an operator as they were when something was computed from them."""
+
+    def __init__(self, operator: Operator) -> None:
+        # a few numbers are compared fastest as a list, many as a tensor
+        self._kept = [
+            x.tolist() if x.is_cpu and x.numel() <= _FEW else x.detach().clone() for x in numbers_of(operator)
+        ]
+
+    def changed(self, operator: Operator) -> bool:
+        """Whether the operator now has others."""
+        now = numbers_of(operator)
+        if len(now) != len(self._kept):
+            return True
+        for x, kept in zip(now, self._kept, strict=True):
+            if isinstance(kept, Tensor):
+                if x.dtype is not kept.dtype or x.device != kept.device or not torch.equal(x, kept):
+                    return True
+            elif x.numel() > _FEW or x.tolist() != kept:
+                return True
+        return False
+
+    @property
+    def none(self) -> bool:
+        """Whether there is nothing that could change."""
+        return not self._kept
+
+
+def numbers_of(operator: Operator) -> list[Tensor]:
+    """What an operator has learned, and what it drew or was fitted to."""
+    # looked up past ``Module.__getattr__``, which takes a good part of a short step
+    fixed = operator._modules["fixed_parts"]
+    learned, drawn = operator._modules["learned_parts"], fixed._buffers  # type: ignore[union-attr]
+    # what a parametrization computes is no parameter of the module itself, which has one more module then
+    values = learned.values() if learned._modules else learned._parameters.values()  # type: ignore[union-attr]
+    return [*values, *drawn.values()]  # type: ignore[list-item]
+
+
+class Compiled:
+    """What the compiled steps of all memories share: which tensors the next step takes without being prepared and
+    planned again.
+    """
+
+    def __init__(self, call: Call) -> None:
+        batch, heads, _, _, _, value_dim = call.shape
+        self.operator, self.bound = call.operator, call.bound
+        self.heads, self.scale, self.dtype = heads, None if call.raw is None else call.raw.scale, call.dtype
+        self.sizes = batch, call.bound.kv_heads, call.head_dim, value_dim
+        self._numbers = Numbers(call.operator)
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+        """Whether the kernel runs a step of these tensors with the numbers that it has."""
+        batch, kv_heads, dim, value_dim = self.sizes
+        if q.ndim != 4 or scale != self.scale or not plain(q, k, v):
+            return False
+        dtype, tokens, numbers = self.dtype, q.shape[2], self._numbers
+        if (
+            not 1 <= tokens <= MOST_TOKENS
+            or q.shape != (batch, self.heads, tokens, dim)
+            or k.shape != (batch, kv_heads, tokens, dim)
+            or v.shape != (batch, kv_heads, tokens, value_dim)
+            or not q.dtype is k.dtype is v.dtype is dtype
+        ):
+            return False
+        if torch.is_grad_enabled() and (not numbers.none or q.requires_grad or k.requires_grad or v.requires_grad):
+            return False
+        return numbers.none or not numbers.changed(self.operator)
+
+
+class SumsSteps(Compiled):
+    """A memory of sums over features in the hands of the kernel, which changes its own copy of them in place.
+
+    Raises: BuildError when the kernel does not compile.
+    """
+
+    def __init__(self, call: Call, memory: FeatureSums | DecayedSums) -> None:
+        super().__init__(call)
+        bound, dim, fused = call.bound, call.shape[4], None
+        features = feature_map(bound.link)
+        assert features is not None
+        if call.raw is not None:
+            fused = bound.score.fused(call.head_dim, bound.score_params, self.scale)
+        self.fused, plain = fused is not None, fused or Fused(False, 0.0, 1.0)
+        batch, kv_heads, _, value_dim = self.sizes
+        spec = DecodeSpec(
+            (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
+            tile.kind_of(bound.anchor), bound.link.positive, call.include_self,
+            plain.normalise, plain.eps,
+        )  # fmt: skip
+        with torch.no_grad():
+            trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
+            monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
+            scale = plain.scale
+            scale = scale if isinstance(scale, Tensor) else torch.full((self.heads,), scale, dtype=torch.float32)
+            self._kernel = Kernel(spec, scale, features.scale(monomials.float(), dim))
+        self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
+        self._state, self._own = memory.state.contiguous(), False
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+        if self.fused:
+            return self.run(q, k, v)
+        score, params = self.bound.score, self.bound.score_params
+        with torch.autocast("cpu", enabled=False):
+            return self.run(
+                score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params), v.float()
+            )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """``step`` of queries and keys as the kernel takes them."""
+        if q.dtype not in DTYPES:
+            q, k, v = q.float(), k.float(), v.float()
+        into = self._state if self._own else None
+        found = self._kernel(q, k, v, self._state, self._count, self._padding, into)
+        if found is None:
+            return None
+        self._count, self._state, self._own = self._count + q.shape[2], found[1], True
+        return found[0] if found[0].dtype is self.dtype else found[0].to(self.dtype)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count
+
+    def memory(self) -> FeatureSums | DecayedSums:
+        """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
+        self._own = False
+        return replace(self._before, count=self._count, state=self._state)
+
+
+def ridge_refusal(call: Call, kind: str) -> Reason:
+    """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _ridge_unfit(call, kind))
+
+
+def _ridge_unfit(call: Call, kind: str) -> Reason:
+    if torch.compiler.is_compiling() or transforms.active():
+        return "a call that is traced or transformed needs operations of torch"
+    bound, (queries, keys) = call.bound, call.shape[2:4]
+    anchor = bound.anchor
+    if kind != "ridge":
+        return f"a memory of kind {kind!r} is not in it"
+    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
+        return "a ridge that follows the keys, a step divided by its norm, or another anchor, is not in it"
+    if call.chunk is not None:
+        return "a memory that waits for whole chunks is not in it"
+    if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
+        return "log priors, key masks and packed documents are not in it"
+    if not 1 <= queries <= MOST_TOKENS or queries != keys:
+        return (
+            f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        )
+    if tile.empty_rows(call):
+        return tile.empty_rows(call)
+    if torch.is_grad_enabled() and (
+        call.requires_grad
+        or call.coefficients.requires_grad
+        or any(p.requires_grad for p in bound.anchor_params.values())
+    ):
+        return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
+    return None
+
+
+class Sums(NamedTuple):
+    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r,
+    r), first and last key (B, Hkv, r).
+    """
+
+    gram: Tensor
+    cross: Tensor
+    inverse: Tensor
+    shift: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+
+    def contiguous(self) -> "Sums":
+        """The same, each in one piece."""
+        return Sums(*(None if x is None else x.contiguous() for x in self))  # type: ignore[arg-type]
+
+    def updated(self, rows: list[Tensor], begun: Tensor) -> "Sums":
+        """With pending updates: rows (T, B, Hkv, 2 r + P) of key z, value v, and P z / sqrt(1 + z . P z) with the
+        inverse P before z.
+
+        begun (B,): whether the sums held a token before.
+        """
+        if not rows:
+            return self
+        dim, value_dim = self.gram.shape[-1], self.cross.shape[-2]
+        z, v, half = torch.cat(rows).permute(1, 2, 0, 3).split([dim, value_dim, dim], -1)
+        gram, cross, inverse = self.gram + z.mT @ z, self.cross + v.mT @ z, self.inverse - half.mT @ half
+        if self.shift is None or self.first is None or self.last is None:
+            return Sums(gram, cross, inverse, None, None, None)
+        earlier = torch.cat([self.last.unsqueeze(2), z[:, :, :-1]], 2)
+        first = torch.where(begun[:, None, None], self.first, z[:, :, 0])
+        return Sums(gram, cross, inverse, self.shift + z.mT @ earlier, first, z[:, :, -1].clone())
+
+
+class RidgeSteps(Compiled):
+    """Ridge statistics in the hands of the kernel.
+
+    To write all sums at each token takes several times as long as to read them. So the last few tokens stay beside the
+    sums as pending updates, through which a read-out goes as well, and only every 16 tokens they are added to the sums,
+    in a new place.
+
+    Raises: BuildError when the kernel does not compile.
+    """
+
+    def __init__(self, call: Call, memory: RidgeStatistics) -> None:
+        super().__init__(call)
+        bound, anchor, self._clipped = call.bound, call.bound.anchor, clipped_of(call)
+        assert isinstance(anchor, Ridge)
+        batch, kv_heads, _, value_dim = self.sizes
+        clipped, shape = (
+            self._clipped or Clipped(1.0, None),
+            (batch, self.heads, kv_heads, width_of(bound, call.head_dim), value_dim),
+        )
+        powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64)
+        with torch.no_grad():
+            scale = query_scale(call, anchor, clipped).contiguous()
+            self._stepper = Stepper(shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.include_self)
+            self._version, inverse = ridge_version(call.operator), memory.inverse
+            if inverse is None or inverse.version != self._version:
+                inverse = Inverse(memory.solved(bound), 0, self._version)
+        self._before, self._padding = memory, memory.padding.contiguous()
+        self._settled(
+            Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last).contiguous(),
+            memory.count, inverse.age,
+        )  # fmt: skip
+
+    def _settled(self, sums: Sums, count: int, age: int) -> None:
+        """From now on these are the sums, of ``count`` tokens, and nothing is pending."""
+        self._sums, self._count, self._age = sums, count, age
+        self._places = self._stepper.places(sums)
+        self._rows: list[Tensor] = []
+        self._rows_at: tuple[int, ...] = ()
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+        if self._clipped is not None:
+            return self.run(q, multiplied(k, self._clipped), v)
+        score, params = self.bound.score, self.bound.score_params
+        with torch.autocast("cpu", enabled=False):
+            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
+            return self.run(q, k, v.float())
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """``step`` of queries and keys as the kernel takes them."""
+        if self._clipped is None:
+            q, k = self._before.featured(q), self._before.featured(k)
+        if q.dtype not in RIDGE_DTYPES:
+            q, k, v = q.float(), k.float(), v.float()
+        tokens, pending, after = q.shape[2], len(self._rows_at), None
+        if self._age + pending + tokens > REMAKE:
+            with torch.no_grad():
+                memory = replace(self.memory(), inverse=None)
+                self._settled(self._sums._replace(inverse=memory.made(self.bound).contiguous()), self._count, 0)
+            pending = 0
+        if pending + tokens >= LATE:
+            after = Sums(*(None if x is None else torch.empty_like(x) for x in self._sums))  # type: ignore[arg-type]
+        found = self._stepper(q, k, v, self._places, self._rows_at, self._count, self._padding, after)
+        if found is None:
+            return None
+        y, rows = found
+        if after is not None:
+            self._settled(after, self._count + pending + tokens, self._age + pending + tokens)
+        elif rows is not None:
+            start, step = rows.data_ptr(), rows.stride(0) * 8
+            self._rows.append(rows)
+            self._rows_at += tuple(start + t * step for t in range(tokens))
+        return y if y.dtype is self.dtype else y.to(self.dtype)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count + len(self._rows_at)
+
+    def memory(self) -> RidgeStatistics:
+        """The memory after all steps. Later ones leave it as it is."""
+        if self._rows:
+            pending = len(self._rows_at)
+            sums = self._sums.updated(self._rows, self._count > self._padding).contiguous()
+            self._settled(sums, self._count + pending, self._age + pending)
+        gram, cross, inverse, shift, first, last = self._sums
+        return replace(
+            self._before, count=self._count, gram=gram, cross=cross, shift=shift, first=first, last=last,
+            inverse=Inverse(inverse, self._age, self._version),
+        )  # fmt: skip
+
+
+__all__ = [
+    "MOST_TOKENS", "Compiled", "Numbers", "RidgeSteps", "SumsSteps", "numbers_of", "ridge_refusal", "sums_refusal",
+]  # fmt: skip
