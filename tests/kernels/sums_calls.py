@@ -56,6 +56,7 @@ class Shape:
     decay: bool = False
     bias: bool = False
     level: float = 0.0
+    lengths: tuple[float, ...] = ()  # that vectors of q and k take in turns
 
 
 SHAPES: dict[str, Shape] = {
@@ -81,6 +82,7 @@ SHAPES: dict[str, Shape] = {
     "bias": Shape(causal=False, queries=20, keys=37, bias=True),
     "broad": Shape(queries=20, keys=20, key_dim=70, decay=True),
     "level": Shape(queries=31, keys=31, level=4.0),
+    "lengths": Shape(queries=41, keys=41, lengths=(1e-20, 1.0, 1e-30, 0.0, 1e20)),
 }
 # for a device, in the tiles that calls have
 LARGE: dict[str, Shape] = {
@@ -213,6 +215,9 @@ def inputs(case: Case) -> Inputs:
 
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
+    for step, size in enumerate(rules.lengths):
+        q[:, :, step :: len(rules.lengths)] *= size
+        k[:, :, len(rules.lengths) - step :: len(rules.lengths)] *= size
     if rules.level:
         v = 0.1 * v + rules.level
     mask = None
@@ -334,6 +339,11 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
             continue
         if a.shape != t.shape or a.dtype != b.dtype or not bool(torch.isfinite(a).all()):
             return f"{case.name}: {name} is {a.dtype} {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
+        if rules.lengths and name in ("dq", "dk"):  # as gradients of unit vectors
+            length = torch.linalg.vector_norm((data.q if name == "dq" else data.k).double(), dim=-1, keepdim=True)
+            if bool(a.where(length == 0, 0).any()):
+                return f"{case.name}: {name} of a vector of zeros is not zero"
+            a, b, t = a.double() * length, b.double() * length, t * length
         size = max(1.0, t.abs().max().item())
         error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
         # a gradient of a parameter sums over all rows

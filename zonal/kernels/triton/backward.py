@@ -22,6 +22,7 @@ from zonal.kernels.triton.tiles import (
     between,
     first_query_past,
     first_query_seeing,
+    levelled,
     log2_kernel,
     put_rows,
     real_keys,
@@ -89,13 +90,12 @@ def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, tra
 
 
 @triton.jit
-def through_norm(grad, raw, along, square, eps):
-    """The gradient of raw from that of raw / max(|raw|, eps). along = grad . raw, square = |raw|^2."""
-    norm = tl.sqrt(square)
-    inverse = 1 / tl.maximum(norm, eps)
-    # below eps the map is linear, above it a step along raw changes nothing
-    along = tl.where(norm >= eps, along * inverse * inverse, 0.0)
-    return (grad - along[:, None] * raw) * inverse[:, None]
+def through_norm(grad, raw, along, inverse):
+    """The gradient of raw from that of raw / |raw|, to which a step along raw adds nothing.
+
+    along = grad . raw / |raw|, inverse = 1 / |raw|, or both 0.
+    """
+    return (grad - along[:, None] * (raw * inverse[:, None])) * inverse[:, None]
 
 
 @triton.jit
@@ -164,7 +164,8 @@ def keys_kernel(
     )
     key_gain = 1.0
     if traits.normalise:
-        key_gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)[:, None]
+        k_tile, inverse = levelled(k_tile, row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0))
+        key_gain = inverse[:, None]
     # queries in [outer, stop) see some of the keys, in [inner, whole) all of them
     outer = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
     stop = first_query_past(last, edges, sizes, traits)
@@ -195,9 +196,10 @@ def keys_kernel(
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
+        inverse = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
+        along = tl.sum(dk_tile * raw, 1) * inverse
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, square, traits.eps)
+        dk_tile = through_norm(dk_tile, raw, along, inverse)
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
@@ -277,7 +279,8 @@ def queries_kernel(
     scale_of_head = tl.load(scale + head)
     gain = scale_of_head * LOG2E if traits.bits else scale_of_head
     if traits.normalise:
-        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
+        q_tile, inverse = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
+        gain = (gain * inverse)[:, None]
     grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
     sums = ()
     for _ in tl.static_range(LEARNED):
@@ -305,15 +308,14 @@ def queries_kernel(
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
     # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
     raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
-    if traits.normalise:
-        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), traits.eps), 0))
-    else:
-        tl.store(dscale + part, tl.sum(along, 0))
+    along = tl.sum(grad * raw, 1)
     grad = grad * scale_of_head
     if traits.normalise:
+        inverse = row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+        along = along * inverse
         raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, square, traits.eps)
+        grad = through_norm(grad, raw, along * scale_of_head, inverse)
+    tl.store(dscale + part, tl.sum(along, 0))
     put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
 
 

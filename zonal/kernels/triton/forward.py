@@ -19,6 +19,7 @@ from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
     Tiling,
+    levelled,
     log2_kernel,
     put_rows,
     row_numbers,
@@ -137,7 +138,8 @@ def forward_kernel(
     if traits.bits:
         gain = gain * LOG2E
     if traits.normalise:
-        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
+        q_tile, inverse = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
+        gain = (gain * inverse)[:, None]
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -202,7 +204,8 @@ def decode_kernel(
         gain = gain * LOG2E
     slot = (tl.cast(batch, tl.int64) * sizes.heads + head) * sizes.queries + t
     if traits.normalise:
-        gain = gain * tl.load(q_inverse + slot)
+        q_tile, inverse = levelled(q_tile, tl.load(q_inverse + slot))
+        gain = gain * inverse
     # the rows have different heads: a column of pointers stands for one
     c = (coefficients + head * STRIDE)[:, None]
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)

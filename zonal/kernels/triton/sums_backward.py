@@ -29,7 +29,15 @@ from zonal.kernels.triton.sums_state import (
     products,
     strip_blocks,
 )
-from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys
+from zonal.kernels.triton.tiles import (
+    levelled,
+    put_rows,
+    real_keys,
+    row_numbers,
+    tile_rows,
+    tile_rows_again,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -198,6 +206,9 @@ def read_back_kernel(
     tl.store(dweights + part * 3 + 1, tl.sum(tl.where(by != 0, firsts * by, 0.0), 0))
     tl.store(dweights + part * 3 + 2, tl.sum(tl.where(by != 0, squares * by, 0.0), 0))
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
+    if traits.normalise:
+        q_tile, gain = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
+        gain = gain * scale_of_head
     gain, kept, taken = gain[:, None], kept[:, None], taken[:, None]
     sums = ()
     for _ in tl.static_range(LEARNED):
@@ -226,15 +237,14 @@ def read_back_kernel(
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
     # d/dscale of scale q^ . k^ is q^ times what has been summed
     raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
-    if traits.normalise:
-        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), traits.eps), 0))
-    else:
-        tl.store(dscale + part, tl.sum(along, 0))
+    along = tl.sum(grad * raw, 1)
     grad = grad * scale_of_head
     if traits.normalise:
+        inverse = row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+        along = along * inverse
         raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, square, traits.eps)
+        grad = through_norm(grad, raw, along * scale_of_head, inverse)
+    tl.store(dscale + part, tl.sum(along, 0))
     put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
 
 
@@ -338,6 +348,8 @@ def keys_back_kernel(
     whole = inner
     if not traits.packed:
         whole = tl.maximum(inner, stop // QUERIES * QUERIES)
+    if traits.normalise:
+        k_tile, gain = levelled(k_tile, row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0))
     gain = gain[:, None]
     dk_tile, dv_tile, lost = add_queries(
         dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop),
@@ -366,9 +378,10 @@ def keys_back_kernel(
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
+        inverse = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
+        along = tl.sum(dk_tile * raw, 1) * inverse
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, square, traits.eps)
+        dk_tile = through_norm(dk_tile, raw, along, inverse)
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 

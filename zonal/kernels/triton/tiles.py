@@ -79,7 +79,6 @@ class Traits:
     low: float
     high: float
     normalise: bool
-    eps: float
     grouped: bool
     causal: bool
     strict: int
@@ -322,16 +321,35 @@ def weighted(weight, rows, total, traits: tl.constexpr):
 
 
 @triton.jit
+def levelled(tile, inverse):
+    """(rows with a length between 1/2 and 1, what is left of ``inverse``): 1 / length split into a power of two, which
+    multiplies the row and rounds nothing, and a factor of 1 to 2.
+
+    Products of such rows stay in the range of float32. float16 rows are in it as they are.
+    """
+    if tile.dtype == tl.float16:
+        return tile, inverse
+    else:
+        power = (inverse.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        return (tile.to(tl.float32) * power[:, None]).to(tile.dtype), inverse / tl.where(power > 0, power, 1.0)
+
+
+@triton.jit
 def row_products_kernel(
-    a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    a, b, out, heads, rows, width, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out (B, H, rows) = sum over columns of a b, or 1 / max(|a|, eps)."""
+    """out (B, H, rows) = sum over columns of a b, or 1 / |a|, which is 0 for a row of zeros."""
     blocks = tl.cdiv(rows, ROWS)
     first = tl.program_id(0) % blocks * ROWS
     line = tl.program_id(0) // blocks
     left = tile_rows(a, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32)
     if INVERSE_NORM:
-        number = 1 / tl.maximum(tl.sqrt(tl.sum(left * left, 1)), eps)
+        # squares of very short and very long rows leave the range of float32
+        largest = tl.max(tl.abs(left), 1)
+        divisor = tl.where(largest > 0, largest, 1.0)
+        left = left / divisor[:, None]
+        inverse = 1 / divisor / tl.sqrt(tl.maximum(tl.sum(left * left, 1), 1.0))
+        number = tl.where(largest > 0, tl.minimum(inverse, 3e38), 0.0)
     else:
         number = tl.sum(
             left
@@ -453,7 +471,6 @@ def traits(
         low=low * unit,
         high=high * unit,
         normalise=spec.normalise,
-        eps=spec.eps,
         grouped=q.shape[1] != k.shape[1],
         causal=spec.causal and not spec.chunk,
         strict=0 if spec.include_self else 1,
@@ -479,7 +496,7 @@ def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
 class TileCall(NamedTuple):
     """A call's part that forward and backward share.
 
-    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise. key_mask (B, S) uint8.
+    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / length, 0 for zeros, when scores normalise. key_mask (B, S) uint8.
     key_counts (B, S + 1) int32: the number of real keys before s, for a count with a key mask (counting per tile would
     take more registers than all else).
     edges: ``document_edges``.
@@ -502,8 +519,8 @@ def call(inputs: TileInputs, spec: TileSpec) -> TileCall:
         functions(spec.link),
         traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),
         sizes(spec, q, k, v),
-        row_products(q, None, spec.eps) if spec.normalise else None,
-        row_products(k, None, spec.eps) if spec.normalise else None,
+        row_products(q, None) if spec.normalise else None,
+        row_products(k, None) if spec.normalise else None,
         None if key_mask is None else key_mask.contiguous().view(torch.uint8),
         None if key_mask is None or spec.anchor != "count" else F.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0)),
         document_edges(cu_seqlens, q.shape[2]),
@@ -545,15 +562,15 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     )
 
 
-def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:
-    """(B, H, rows) float32: sum over the last axis of a b; without b, 1 / max(|a|, eps)."""
+def row_products(a: Tensor, b: Tensor | None) -> Tensor:
+    """(B, H, rows) float32: sum over the last axis of a b; without b, 1 / |a|, which is 0 for a row of zeros."""
     batch, heads, rows, width = a.shape
     out = torch.empty(batch, heads, rows, dtype=torch.float32, device=a.device)
     block = 4096 // padded(width)
     launch(
         row_products_kernel,
         batch * heads * ceil_div(rows, block),
-        (rows_of(a), rows_of(a if b is None else b), out, heads, rows, width, eps),
+        (rows_of(a), rows_of(a if b is None else b), out, heads, rows, width),
         {"INVERSE_NORM": b is None, "ROWS": block, "WIDTH": padded(width)},
         Tiling(block, 0, 4, 1),
     )
