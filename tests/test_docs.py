@@ -339,11 +339,11 @@ def test_pages_repeat_what_the_code_says(name: str) -> None:
 
 
 def test_theorems_name_their_tests() -> None:
-    """Each row of docs/theorems.md ends with a verdict, and names tests that are there."""
-    page = ROOT / "docs" / "theorems.md"
+    """Each row of docs/theorems.md and docs/osets.md ends with a verdict, and names tests that are there."""
     rows = [
         line.strip("| ").split(" | ")
-        for line in prose(page).splitlines()
+        for name in ("theorems", "osets")
+        for line in prose(ROOT / "docs" / f"{name}.md").splitlines()
         if line.startswith("|") and not line.startswith(("| paper", "|---"))
     ]
     assert len(rows) > 20

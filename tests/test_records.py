@@ -6,8 +6,9 @@ that the number stands in.
     -->
 
 The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through
-the JSON: names of objects and numbers of entries, or ``key=value`` for the first entry of a list that has it. What is
-there fills the words, which must then stand in what follows: up to the second blank line.
+the JSON: names of objects and numbers of entries, or ``key=value`` for the first entry of a list that has it, or
+``key=value&key=value`` for the first that has both. What is there fills the words, which must then stand in what
+follows: up to the second blank line.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMING = (
     "docs/echo.md",
     "docs/rewa.md",
+    "docs/verdicts_measured.md",
     "docs/slay_measured.md",
     "docs/mechanisms/kernel_ridge.md",
     "docs/mechanisms/ska.md",
@@ -58,8 +60,8 @@ def claims(page: Path) -> Iterator[Claim]:
 def value_at(record: Any, place: str) -> Any:
     for step in place.split("/"):
         if isinstance(record, list) and "=" in step:
-            key, _, wanted = step.partition("=")
-            record = next(entry for entry in record if str(entry[key]) == wanted)
+            wanted = [pair.partition("=")[::2] for pair in step.split("&")]
+            record = next(entry for entry in record if all(str(entry.get(key)) == value for key, value in wanted))
         else:
             record = record[int(step)] if isinstance(record, list) else record[step]
     return record
