@@ -1,10 +1,11 @@
 """`make mutants`: seeded faults, one at a time, in a copy of the tree, each against the tests that should see it.
 
-    python tests/mutants/run.py [--out results/mutants.json] [--cache FOLDER] [--named-only] [NAME …]
+    python tests/mutants/run.py [--out results/mutants.json] [--resume] [--cache FOLDER] [--named-only] [NAME …]
 
 Only the fast tier is run, which is what `make test` runs. A fault is killed when one of its tests fails that passes
 without it. One that its own tests let live is run against the whole fast tier, unless --named-only.
-The exit status is 1 when a fault survives, does not apply, or leaves nothing that can be run.
+The record is written after each fault. --resume keeps what it holds of faults that were killed and have not changed
+since, and runs the others. The exit status is 1 when a fault survives, does not apply, or leaves nothing to run.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,9 +37,14 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault: "killed" by a test, "survived", or "unusable" with the reason."""
+    """What became of a fault: "killed" by a test, "survived", or "unusable" with the reason.
+
+    commit: of the tree that was tested. digest: of the fault's entry in the table.
+    """
 
     name: str
+    commit: str
+    digest: str
     says: str
     status: str
     test: str | None
@@ -59,7 +66,9 @@ def copied(folder: Path) -> Path:
 
 def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
     """The exit status and the words of pytest in a tree, which ends at the first failure."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    # A file is changed seconds apart, so its time of change tells compiled bytecode with the fault from that without.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", *FAST, "-o", f"cache_dir={cache}", *arguments]
     try:
         done = subprocess.run(
@@ -70,7 +79,7 @@ def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], named_only: bool) -> Outcome:
+def judged(mutant: Mutant, commit: str, tree: Path, cache: Path, sound: dict[str, bool], named_only: bool) -> Outcome:
     """Put a fault in, run tests, and take it out again. sound: tests that are known to pass, or not, without any
     fault.
     """
@@ -78,7 +87,8 @@ def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], name
     before = file.read_text(encoding="utf-8")
 
     def outcome(status: str, test: str | None = None, reason: str | None = None) -> Outcome:
-        return Outcome(mutant.name, mutant.says, status, test, round(time.perf_counter() - started, 1), reason)
+        seconds = round(time.perf_counter() - started, 1)
+        return Outcome(mutant.name, commit, mutant.digest, mutant.says, status, test, seconds, reason)
 
     try:
         after = mutant.applied(tree)
@@ -106,10 +116,32 @@ def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], name
     return outcome("survived")
 
 
+def kept(out: Path, table: Sequence[Mutant]) -> dict[str, Outcome]:
+    """Faults of the table that a record says were killed, by name."""
+    if not out.exists():
+        return {}
+    now = {mutant.name: mutant.digest for mutant in table}
+    found = [Outcome(**each) for each in json.loads(out.read_text(encoding="utf-8"))["outcomes"] if "digest" in each]
+    return {each.name: each for each in found if each.status == "killed" and now.get(each.name) == each.digest}
+
+
+def write(out: Path, outcomes: Sequence[Outcome]) -> None:
+    record = {
+        "mutants": len(outcomes),
+        "killed": sum(found.status == "killed" for found in outcomes),
+        "seconds": round(sum(found.seconds for found in outcomes)),
+        "outcomes": [asdict(found) for found in outcomes],
+    }
+    staged = out.with_suffix(".json.part")
+    staged.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    staged.replace(out)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some faults; all of them when none is named")
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out says is killed already")
     parser.add_argument(
         "--cache", type=Path, default=ROOT / ".pytest_cache", help="where compiled kernels are kept between runs"
     )
@@ -117,22 +149,28 @@ def main() -> int:
         "--named-only", action="store_true", help="do not run the whole fast tier against what its own tests let live"
     )
     chosen = parser.parse_args()
-    table = mutants()
-    unknown = set(chosen.names) - {mutant.name for mutant in table}
+    every = mutants()
+    unknown = set(chosen.names) - {mutant.name for mutant in every}
     if unknown:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
-    table = [mutant for mutant in table if not chosen.names or mutant.name in chosen.names]
+    table = [mutant for mutant in every if not chosen.names or mutant.name in chosen.names]
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
-    console, outcomes, sound = Console(), [], {}
+    if chosen.resume and chosen.out is None:
+        parser.error("--resume needs the record to go on with: --out FILE")
+    console, sound = Console(), {}
+    known = kept(chosen.out, every) if chosen.resume else {}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with tempfile.TemporaryDirectory(prefix="zonal-mutants-") as folder, Progress(*columns, console=console) as bar:
-        tree, task = copied(Path(folder)), bar.add_task("", total=len(table))
-        for mutant in table:
+        left = [mutant for mutant in table if mutant.name not in known]
+        tree, task = copied(Path(folder)), bar.add_task("", total=len(left))
+        for mutant in left:
             bar.update(task, description=mutant.name)
-            found = judged(mutant, tree, chosen.cache.resolve(), sound, chosen.named_only)
-            outcomes.append(found)
+            found = judged(mutant, commit, tree, chosen.cache.resolve(), sound, chosen.named_only)
+            known[mutant.name] = found
+            if chosen.out is not None:
+                write(chosen.out, [known[each.name] for each in every if each.name in known])
             bar.advance(task)
             console.print(
                 f"{found.status:9} {found.name} ({found.seconds:.0f} s) {found.test or ''} {found.reason or ''}",
@@ -140,16 +178,8 @@ def main() -> int:
                 highlight=False,
                 soft_wrap=True,
             )
+    outcomes = [known[mutant.name] for mutant in table]
     killed = sum(found.status == "killed" for found in outcomes)
-    if chosen.out is not None:
-        record = {
-            "commit": commit,
-            "mutants": len(outcomes),
-            "killed": killed,
-            "seconds": round(sum(found.seconds for found in outcomes)),
-            "outcomes": [asdict(found) for found in outcomes],
-        }
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     console.print(f"{killed} of {len(outcomes)} killed", markup=False, highlight=False)
     for found in outcomes:
         if found.status != "killed":

@@ -1,5 +1,6 @@
 """The table of seeded faults, and one of them put into a tree."""
 
+import hashlib
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,11 @@ class Mutant:
     def files(self) -> tuple[str, ...]:
         """The test files and folders among ``tests``."""
         return tuple(each.partition("::")[0] for each in self.tests if each.startswith("tests/"))
+
+    @property
+    def digest(self) -> str:
+        """Of the fault and its tests."""
+        return hashlib.sha256(repr((self.file, self.old, self.new, self.tests)).encode()).hexdigest()[:12]
 
     def applied(self, tree: Path) -> str:
         """The text of the file with the fault.

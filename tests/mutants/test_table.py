@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from mutants.run import Outcome, kept, write
 from mutants.table import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,3 +27,16 @@ def test_a_fault_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
     for old in ("x = 1", "x = 2"):
         with pytest.raises(ValueError, match="mutant 'moved' does not apply"):
             Mutant("moved", "", "a.py", old, "", ()).applied(tmp_path)
+
+
+def test_a_record_that_is_gone_on_with_keeps_what_was_killed(tmp_path: Path) -> None:
+    """What survived, and a fault whose entry has changed since, are run again."""
+    out, (first, second, third) = tmp_path / "mutants.json", TABLE[:3]
+    assert kept(out, TABLE) == {}
+    outcomes = [
+        Outcome(first.name, "abc", first.digest, first.says, "killed", "tests/a.py::test", 1.0),
+        Outcome(second.name, "abc", second.digest, second.says, "survived", None, 1.0),
+        Outcome(third.name, "abc", "another", third.says, "killed", "tests/a.py::test", 1.0),
+    ]
+    write(out, outcomes)
+    assert kept(out, TABLE) == {first.name: outcomes[0]}
