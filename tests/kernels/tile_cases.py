@@ -228,10 +228,10 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     )
     if case.link == "identity" and case.anchor == "row":
         q, k = q.abs(), k.abs()  # sums of signed scores may vanish
-    if rules.normalise and case.dtype != torch.float16:
-        for x, sizes in ((q, (1e-20, 1e-30, 0, 1e20)), (k, (1e-30, 1e20, 1e-20, 0))):
+    if rules.normalise:
+        for x, sizes in ((q, (1e-20, 1e-30, 0.0, 1e20)), (k, (1e-30, 1e20, 1e-20, 0.0))):
             for token, size in zip(range(1, x.shape[2], 3), sizes, strict=False):
-                x[:, :, token] *= size
+                x[:, :, token] *= 0.0 if case.dtype == torch.float16 else size
     v, dy = draw(rules.kv_heads, rules.keys, rules.value_dim), draw(rules.heads, rules.queries, rules.value_dim)
     code, learned = LINKS[case.link][1:]
     coefficients = 0.3 * torch.randn(rules.heads, learned, generator=generator)

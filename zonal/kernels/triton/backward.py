@@ -19,10 +19,10 @@ from zonal.kernels.tile import TileInputs, TileSpec, padded
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.tiles import (
     LOG2E,
+    SHORTEST,
     between,
     first_query_past,
     first_query_seeing,
-    levelled,
     log2_kernel,
     put_rows,
     real_keys,
@@ -90,12 +90,13 @@ def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, tra
 
 
 @triton.jit
-def through_norm(grad, raw, along, inverse):
-    """The gradient of raw from that of raw / |raw|, to which a step along raw adds nothing.
-
-    along = grad . raw / |raw|, inverse = 1 / |raw|, or both 0.
-    """
-    return (grad - along[:, None] * (raw * inverse[:, None])) * inverse[:, None]
+def through_norm(grad, raw, along, square):
+    """The gradient of raw from that of raw / |raw|. along = grad . raw, square = |raw|^2."""
+    norm = tl.sqrt(square)
+    inverse = 1 / tl.maximum(norm, SHORTEST)
+    # a step along raw changes nothing
+    along = tl.where(norm >= SHORTEST, along * inverse * inverse, 0.0)
+    return (grad - along[:, None] * raw) * inverse[:, None]
 
 
 @triton.jit
@@ -164,8 +165,7 @@ def keys_kernel(
     )
     key_gain = 1.0
     if traits.normalise:
-        k_tile, inverse = levelled(k_tile, row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0))
-        key_gain = inverse[:, None]
+        key_gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)[:, None]
     # queries in [outer, stop) see some of the keys, in [inner, whole) all of them
     outer = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
     stop = first_query_past(last, edges, sizes, traits)
@@ -196,10 +196,9 @@ def keys_kernel(
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        inverse = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
-        along = tl.sum(dk_tile * raw, 1) * inverse
+        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, inverse)
+        dk_tile = through_norm(dk_tile, raw, along, square)
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
@@ -279,8 +278,7 @@ def queries_kernel(
     scale_of_head = tl.load(scale + head)
     gain = scale_of_head * LOG2E if traits.bits else scale_of_head
     if traits.normalise:
-        q_tile, inverse = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
-        gain = (gain * inverse)[:, None]
+        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
     grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
     sums = ()
     for _ in tl.static_range(LEARNED):
@@ -308,14 +306,15 @@ def queries_kernel(
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
     # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
     raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along = tl.sum(grad * raw, 1)
+    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+    if traits.normalise:
+        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), SHORTEST), 0))
+    else:
+        tl.store(dscale + part, tl.sum(along, 0))
     grad = grad * scale_of_head
     if traits.normalise:
-        inverse = row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
-        along = along * inverse
         raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, inverse)
-    tl.store(dscale + part, tl.sum(along, 0))
+        grad = through_norm(grad, raw, along * scale_of_head, square)
     put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
 
 
@@ -323,6 +322,7 @@ def backward(
     grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
 ) -> Gradients:
     """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, n) float64, 0 for constants. Or None."""
+    inputs, powers = tiles.levelled(inputs, spec.normalise)
     (dy,), (q, k, v, *_), (y, factor, _) = grads, inputs, results
     assert dy is not None
     scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
@@ -370,7 +370,8 @@ def backward(
             # float32 inside a block, float64 across blocks: the sums run over all queries and keys
             dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None
             dcoefficients = padded(parts.sum((0, 2), dtype=torch.float64), coefficients) if learned else None
-    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dscale, dcoefficients
+    dq, dk = tiles.through_powers((dq if needs[0] else None, dk if needs[1] else None), powers)
+    return dq, dk, dv if needs[2] else None, dscale, dcoefficients
 
 
 __all__ = ["backward"]

@@ -19,7 +19,6 @@ from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
     Tiling,
-    levelled,
     log2_kernel,
     put_rows,
     row_numbers,
@@ -138,8 +137,7 @@ def forward_kernel(
     if traits.bits:
         gain = gain * LOG2E
     if traits.normalise:
-        q_tile, inverse = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
-        gain = (gain * inverse)[:, None]
+        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -204,8 +202,7 @@ def decode_kernel(
         gain = gain * LOG2E
     slot = (tl.cast(batch, tl.int64) * sizes.heads + head) * sizes.queries + t
     if traits.normalise:
-        q_tile, inverse = levelled(q_tile, tl.load(q_inverse + slot))
-        gain = gain * inverse
+        gain = gain * tl.load(q_inverse + slot)
     # the rows have different heads: a column of pointers stands for one
     c = (coefficients + head * STRIDE)[:, None]
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
@@ -292,6 +289,7 @@ def forward(inputs: TileInputs, spec: TileSpec) -> Results:
     q, k, v: one of float32, bfloat16, float16, any strides, D and P up to 256.
     factor: of each row's sum; for log links with the row anchor the natural log-sum-exp, +inf for empty rows.
     """
+    inputs = tiles.levelled(inputs, spec.normalise)[0]
     q, k, v = inputs[:3]
     scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
     batch, heads, queries, _ = q.shape

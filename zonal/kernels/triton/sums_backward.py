@@ -30,7 +30,7 @@ from zonal.kernels.triton.sums_state import (
     strip_blocks,
 )
 from zonal.kernels.triton.tiles import (
-    levelled,
+    SHORTEST,
     put_rows,
     real_keys,
     row_numbers,
@@ -206,9 +206,6 @@ def read_back_kernel(
     tl.store(dweights + part * 3 + 1, tl.sum(tl.where(by != 0, firsts * by, 0.0), 0))
     tl.store(dweights + part * 3 + 2, tl.sum(tl.where(by != 0, squares * by, 0.0), 0))
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
-    if traits.normalise:
-        q_tile, gain = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
-        gain = gain * scale_of_head
     gain, kept, taken = gain[:, None], kept[:, None], taken[:, None]
     sums = ()
     for _ in tl.static_range(LEARNED):
@@ -237,14 +234,15 @@ def read_back_kernel(
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
     # d/dscale of scale q^ . k^ is q^ times what has been summed
     raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along = tl.sum(grad * raw, 1)
+    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+    if traits.normalise:
+        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), SHORTEST), 0))
+    else:
+        tl.store(dscale + part, tl.sum(along, 0))
     grad = grad * scale_of_head
     if traits.normalise:
-        inverse = row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
-        along = along * inverse
         raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, inverse)
-    tl.store(dscale + part, tl.sum(along, 0))
+        grad = through_norm(grad, raw, along * scale_of_head, square)
     put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
 
 
@@ -348,8 +346,6 @@ def keys_back_kernel(
     whole = inner
     if not traits.packed:
         whole = tl.maximum(inner, stop // QUERIES * QUERIES)
-    if traits.normalise:
-        k_tile, gain = levelled(k_tile, row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0))
     gain = gain[:, None]
     dk_tile, dv_tile, lost = add_queries(
         dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop),
@@ -378,10 +374,9 @@ def keys_back_kernel(
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        inverse = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
-        along = tl.sum(dk_tile * raw, 1) * inverse
+        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, inverse)
+        dk_tile = through_norm(dk_tile, raw, along, square)
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
@@ -390,7 +385,8 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
     (dy, dfinal), (y, factor, final, _), learned = grads, results, spec.learned if "coefficients" in asked else 0
     assert dy is not None
     dfinal = dfinal if spec.keeps else None
-    taken = given.by_head()
+    levelled, powers = tiles.levelled(given, spec.normalise)
+    taken = levelled.by_head()
     q, k, v, scale, coefficients, monomials, initial, *_ = taken
     scale, coefficients = plain(scale, torch.float32), plain(coefficients, torch.float32)
     # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
@@ -462,8 +458,9 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         # what rows lose by rounding dy, keys have lost too
         rows = None if spec.anchor == "row" else (dy.double() * y).sum(-1)
         ddecay = decay_gradient(given, counted.double(), rows, dfinal, final)
+    dq, dk = tiles.through_powers((dq.sum_to_size(given.q.shape), dk.sum_to_size(given.k.shape)), powers)
     return (
-        dq.sum_to_size(given.q.shape), dk.sum_to_size(given.k.shape), dv, dscale,
+        dq, dk, dv, dscale,
         padded(dcoefficients, coefficients) if learned else None, dweights[:, : monomials.shape[1]], dinitial, ddecay,
         counted,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.sums_near import add_values, marks
 from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
-from zonal.kernels.triton.tiles import levelled, put_rows, row_numbers, tile_rows, visible_keys
+from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys
 
 
 @triton.jit
@@ -37,10 +37,9 @@ def read(
         left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
         a = (
             columns(q, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT)
-            * (gain * (tl.load(c + 2) * times))[:, None]
+            * (gain * gain * (tl.load(c + 2) * times))[:, None]
         )
-        b = columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK) * gain[:, None]
-        made = products(a, b, ROWS, LEFT, BLOCK)
+        made = products(a, columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
         row = strip * (LEFT * BLOCK)
         made = narrowed(made, like, traits)
         total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH)
@@ -125,9 +124,6 @@ def read_kernel(
         total = tl.where((lo < known)[:, None], total, 0.0)
         mass = tl.where(lo < known, mass, 0.0)
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
-    if traits.normalise:
-        q_tile, gain = levelled(q_tile, row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))
-        gain = gain * tl.load(scale + head)
     gain = gain[:, None]
     outer = tl.maximum(known, lo_first // KEYS * KEYS)
     inner = outer
@@ -164,7 +160,7 @@ def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
 
     ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
     """
-    inputs = inputs.by_head()
+    inputs = tiles.levelled(inputs, spec.normalise)[0].by_head()
     q, k, v = inputs[:3]
     scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
     batch, heads, queries, _ = q.shape

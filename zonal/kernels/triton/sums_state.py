@@ -224,12 +224,13 @@ def absorb_kernel(
         )  # fmt: skip
         row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, VALUE_WIDTH)
         if SQUARES:
-            by = kept * gain
+            by = kept * gain * gain
             if not OF_KEYS:
                 by = by * (tl.load(weights + head * 3 + 2) * times)
             a = columns(x, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * by[:, None]
-            b = columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK) * gain[:, None]
-            made = products(a, b, ROWS, LEFT, BLOCK)
+            made = products(
+                a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK
+            )
         else:
             by, one = kept * gain, kept
             if not OF_KEYS:

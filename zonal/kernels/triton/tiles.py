@@ -5,8 +5,9 @@ queries (or keys) are one range, whose inner part is fully visible and needs no 
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-from collections.abc import Iterator
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from zonal.kernels.triton.tilings import Tiling, tiling_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# only rows of zeros are shorter (see ``levelled``), and their gradients are set to zero afterwards
+SHORTEST: tl.constexpr = tl.constexpr(1e-12)
 
 
 class Strided(NamedTuple):
@@ -321,35 +324,17 @@ def weighted(weight, rows, total, traits: tl.constexpr):
 
 
 @triton.jit
-def levelled(tile, inverse):
-    """(rows with a length between 1/2 and 1, what is left of ``inverse``): 1 / length split into a power of two, which
-    multiplies the row and rounds nothing, and a factor of 1 to 2.
-
-    Products of such rows stay in the range of float32. float16 rows are in it as they are.
-    """
-    if tile.dtype == tl.float16:
-        return tile, inverse
-    else:
-        power = (inverse.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        return (tile.to(tl.float32) * power[:, None]).to(tile.dtype), inverse / tl.where(power > 0, power, 1.0)
-
-
-@triton.jit
 def row_products_kernel(
     a, b, out, heads, rows, width, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out (B, H, rows) = sum over columns of a b, or 1 / |a|, which is 0 for a row of zeros."""
+    """out (B, H, rows) = sum over columns of a b, or 1 / |a|, which is 0 for zeros."""
     blocks = tl.cdiv(rows, ROWS)
     first = tl.program_id(0) % blocks * ROWS
     line = tl.program_id(0) // blocks
     left = tile_rows(a, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32)
     if INVERSE_NORM:
-        # squares of very short and very long rows leave the range of float32
-        largest = tl.max(tl.abs(left), 1)
-        divisor = tl.where(largest > 0, largest, 1.0)
-        left = left / divisor[:, None]
-        inverse = 1 / divisor / tl.sqrt(tl.maximum(tl.sum(left * left, 1), 1.0))
-        number = tl.where(largest > 0, tl.minimum(inverse, 3e38), 0.0)
+        square = tl.sum(left * left, 1)
+        number = tl.where(square > 0, 1 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
     else:
         number = tl.sum(
             left
@@ -425,6 +410,36 @@ def rows_of(x: Tensor) -> Strided:
     if max(x.stride()[2:]) >= _WIDEST_STRIDE:
         x = x.contiguous()
     return Strided(x, *x.stride())
+
+
+def levelled(inputs: Any, normalise: bool) -> tuple[Any, tuple[Tensor, ...]]:
+    """(inputs with q and k so that the largest number of each row is 1/2 to 1, the powers of two that multiply them).
+
+    Only where scores are normalised, which changes no score. Squares and products of very short or very long rows would
+    leave the range of float32; those of float16 are in it. Rows of zeros stay, with the factor 0.
+    """
+    if not normalise:
+        return inputs, ()
+    made, powers = [], []
+    for x in (inputs.q, inputs.k):
+        largest = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True, dtype=torch.float32)
+        power = (largest != 0).to(x.dtype)
+        if x.dtype != torch.float16:
+            power = power * torch.exp2(-torch.frexp(largest).exponent.clamp(min=-126).float()).to(x.dtype)
+            x = x * power
+        made.append(x)
+        powers.append(power)
+    return inputs._replace(q=made[0], k=made[1]), tuple(powers)
+
+
+def through_powers(gradients: Iterable[Tensor | None], powers: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of q and k, in place, from those of rows that ``levelled`` multiplied. Rows of zeros have none."""
+    if not powers:
+        return tuple(gradients)
+    return tuple(
+        None if gradient is None else gradient.mul_(power).masked_fill_(power == 0, 0)
+        for gradient, power in zip(gradients, powers, strict=True)
+    )
 
 
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
@@ -563,7 +578,7 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
 
 
 def row_products(a: Tensor, b: Tensor | None) -> Tensor:
-    """(B, H, rows) float32: sum over the last axis of a b; without b, 1 / |a|, which is 0 for a row of zeros."""
+    """(B, H, rows) float32: sum over the last axis of a b; without b, 1 / |a|, which is 0 for zeros."""
     batch, heads, rows, width = a.shape
     out = torch.empty(batch, heads, rows, dtype=torch.float32, device=a.device)
     block = 4096 // padded(width)
