@@ -16,7 +16,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.mask import marginals_of
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
-from zonal.memory.base import undeclared
+from zonal.memory.incoming import undeclared
 from zonal.memory.weights import check_weights, weighed
 
 _ORDER = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."

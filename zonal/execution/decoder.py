@@ -13,6 +13,7 @@ from zonal.execution.paths.streaming import compiled_steps, first_step, streamin
 from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import Given
+from zonal.memory.incoming import prepared
 
 
 class StepDecoder(Decoder):
@@ -39,7 +40,7 @@ class StepDecoder(Decoder):
             y = steps.step(q, k, v)
             if y is not None:
                 if self._held.parts:
-                    self._held = self._held.recorded(self._held, self._held.prepared(k, v))
+                    self._held = self._held.recorded(self._held, prepared(self.operator, self.form, k, v))
                 return y
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)

@@ -5,11 +5,10 @@ saved.
 from zonal.memory.base import Memory
 from zonal.memory.criterion import Criterion
 from zonal.memory.decoding import Decoder
-from zonal.memory.fading import FadingStatistics
 from zonal.memory.form import Form
 from zonal.memory.keys import KeyValues
 from zonal.memory.reading import Reading
-from zonal.memory.ridge import RidgeStatistics
+from zonal.memory.ridge import FadingStatistics, RidgeStatistics
 from zonal.memory.spans import Span
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
-from zonal.algebra.operator import Bound, apart
+from zonal.algebra.operator import apart
 from zonal.algebra.prior import ChunkCausal, Decay
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, equal_rows, same_declaration
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import FLOATS, Form
+from zonal.memory.incoming import check_tokens, prepared
 from zonal.memory.reading import Readable
 from zonal.memory.refusals import served_by, statistics_refusal
 from zonal.memory.spans import Part
@@ -43,6 +44,13 @@ class Memory(Readable):
     """How often a number of the sums is rounded for one token, at most."""
     double: ClassVar[bool] = False
     """Whether the sums are float64 whatever comes in."""
+
+    kinds: "ClassVar[dict[str, type[Memory]]]"
+    """The class of each kind of memory; a class that names its kind adds itself."""
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            Memory.kinds[cls.kind] = cls
 
     # --- making one ---------------------------------------------------------------------------------------------------
 
@@ -94,8 +102,8 @@ class Memory(Readable):
             raise ArgumentError(f"Memory.empty: dtype must be float16, bfloat16, float32 or float64, received {dtype}.")
         natural = Memory.kind_for(operator, key_dim)
         kind = natural if kind is None else kind
-        if kind not in Memory._kinds():
-            raise unknown_name("Memory.empty", "kind", kind, Memory._kinds())
+        if kind not in Memory.kinds:
+            raise unknown_name("Memory.empty", "kind", kind, Memory.kinds)
         if kind not in (natural, "keys") and not (kind == "decayed" and natural == "features"):
             raise ArgumentError(
                 f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} "
@@ -109,11 +117,7 @@ class Memory(Readable):
             dtype,
             torch.device(device) if device is not None else torch.get_default_device(),
         )
-        return Memory._kinds()[kind].start(operator, form)
-
-    @staticmethod
-    def _kinds() -> "dict[str, type[Memory]]":
-        return {cls.kind: cls for cls in Memory.__subclasses__()}
+        return Memory.kinds[kind].start(operator, form)
 
     # --- what it can do -----------------------------------------------------------------------------------------------
 
@@ -149,9 +153,10 @@ class Memory(Readable):
             key_padding_mask,
             self.count,
         )
-        tokens = self._incoming(k, v, key_padding_mask, log_decay, key_bias)
+        check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
             raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
+        tokens = prepared(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
         tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
@@ -364,7 +369,7 @@ class Memory(Readable):
             raise ValueError(
                 f"{numbers[4]} tokens are announced and its spans hold {sum(part.count for part in parts)}"
             )
-        whole = Memory._kinds()[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
+        whole = Memory.kinds[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
         return dataclasses.replace(whole, parts=parts)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -425,70 +430,6 @@ class Memory(Readable):
             object.__setattr__(self, field.name, getattr(other, field.name))
         return self
 
-    def _incoming(
-        self, k: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
-    ) -> Tokens:
-        form, n = self.form, k.shape[2] if k.ndim == 4 else 0
-        for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
-            required = (form.batch, form.heads, n, dim)
-            if tuple(x.shape) != required:
-                shown = (
-                    f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, "
-                    f"{n if name == 'v' else 'any'}, {dim})"
-                )
-                raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
-            if x.dtype not in FLOATS or x.device != form.device:
-                raise ArgumentError(
-                    f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."
-                )
-        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
-            raise ArgumentError(
-                f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with "
-                "True for real tokens, "
-                f"received {mask.dtype} of shape {tuple(mask.shape)}."
-            )
-        for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
-            if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
-                raise ArgumentError(
-                    f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = "
-                    f"{(form.batch, form.heads, n)}, received {tuple(x.shape)}."
-                )
-            if (
-                x is not None
-                and self.operator.anchor.solves
-                and not (name == "log_decay" and self.operator.tags.decays)
-            ):
-                raise ArgumentError(
-                    f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must "
-                    f"be None{undeclared(name)}."
-                )
-        if log_decay is not None and bool((log_decay > 0).any()):
-            raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
-        for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
-            if x is None:
-                continue
-            real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
-            if not bool(torch.isfinite(real).all()):
-                raise NonFiniteError(
-                    f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or "
-                    "mask the token."
-                )
-        return self.prepared(k, v, mask, log_decay, key_bias)
-
-    def prepared(
-        self,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        log_decay: Tensor | None = None,
-        key_bias: Tensor | None = None,
-    ) -> Tokens:
-        """Tokens as ``extended`` takes them."""
-        bound = self.operator.bind(self.form.heads, self.form.heads)
-        with torch.autocast(k.device.type, enabled=False):
-            keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
-        return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
-
     def _same_form(self, call: str, other: "Memory") -> None:
         if not isinstance(other, Memory):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
@@ -520,24 +461,6 @@ class Memory(Readable):
         return operator is self.operator or same_declaration(operator, self.operator)
 
 
-def undeclared(name: str) -> str:
-    """What to do about an argument that a solving operator takes only where it declares it."""
-    return (
-        ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
-    )
-
-
-def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """The log decay per token, (B or 1, Hkv, n) in float64: ``given``, or what the operator declares. Padding has 0."""
-    if given is not None:
-        decay = given.double()
-    elif bound.log_decay is not None:
-        decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
-    else:
-        return None
-    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
-
-
 def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, form: Form) -> Part:
     """A part of a memory as a file describes it."""
     groups: dict[str, dict[str, Tensor]] = {"memory": {}, "tokens": {}, "mark": {}}
@@ -549,7 +472,7 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
         raise ValueError(f"a span of name {name!r} and {count!r} tokens makes no sense")
     held: Memory | Tokens | None = None
     if "kind" in about:
-        held = Memory._kinds()[about["kind"]].restored(operator, form, count, groups["memory"], about["plain"])
+        held = Memory.kinds[about["kind"]].restored(operator, form, count, groups["memory"], about["plain"])
     elif groups["tokens"]:
         held = Tokens(**groups["tokens"])
         if held.k.shape[:3] != (form.batch, form.heads, count) or held.v.shape != (
@@ -562,9 +485,9 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
     return Part(name, count, held, groups["mark"])
 
 
+Memory.kinds = {}
+
 __all__ = [
     "Form",
     "Memory",
-    "decay_of",
-    "undeclared",
 ]

@@ -1,14 +1,21 @@
-"""P = A^-1 of symmetric positive definite matrices, with the short gradient dA = -P dP P."""
+"""P = A^-1 of symmetric positive definite matrices, and the inverse that a memory of ridge statistics keeps."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zonal.algebra import Operator
 from zonal.algebra.primal import factorised
+
+REMAKE = 1024
+"""After so many tokens of updates the inverse is made again from G, which bounds its drift."""
 
 
 class _Inverse(torch.autograd.Function):
+    """With the short gradient dA = -P dP P."""
+
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, who: str) -> Tensor:  # type: ignore[override]
         # float64 inside: after many tokens the matrix spans as many powers of ten as float32 has digits
@@ -31,8 +38,42 @@ def positive_inverse(matrix: Tensor, who: str) -> Tensor:
 
 
 def with_ridge(matrix: Tensor, ridge: Tensor) -> Tensor:
-    """A + rho I; ridge broadcastable to (…, 1, 1)."""
+    """A + rho I for matrices A (…, r, r); ridge broadcastable to (…, 1, 1), or (…, r, 1) with one number a row."""
     return matrix + ridge * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
-__all__ = ["positive_inverse", "with_ridge"]
+class Inverse(NamedTuple):
+    """P = (G + rho I)^-1, the tokens it was updated by since it was made from G, and the values of rho it was made
+    with.
+    """
+
+    matrix: Tensor
+    age: int
+    version: tuple[float, ...] | None
+
+
+def ridge_version(operator: Operator) -> tuple[float, ...] | None:
+    """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written
+    through ``.data``. Elsewhere that would wait for the device, and what is counted has to do."""
+    # the ridge, and the weights of features
+    values = [
+        value
+        for name, value in operator.learned_parts.items()
+        if name == "anchor_raw_ridge" or name.startswith("link_")
+    ]
+    if not values:
+        return None
+    if all(type(value) is torch.nn.Parameter and value.is_cpu for value in values):
+        return tuple(number for value in values for number in value.detach().flatten().tolist())
+    return tuple(number for value in values for number in (value.data_ptr(), value._version))
+
+
+def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
+    """The inverses of several memories as rows of one. None when a memory has no inverse, or rho differs."""
+    found = [inverse for inverse in given if inverse is not None]
+    if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
+        return None
+    return Inverse(rows([inverse.matrix for inverse in found]), max(inverse.age for inverse in found), found[0].version)
+
+
+__all__ = ["REMAKE", "Inverse", "kept_inverse", "positive_inverse", "ridge_version", "with_ridge"]

@@ -144,6 +144,11 @@ def named(seams: Sequence[Seam]) -> dict[str, Tensor]:
     return {f"seam{i}.{name}": getattr(seam, name) for i, seam in enumerate(seams) for name in Seam._fields[1:]}
 
 
+def places_by_name(seams: Sequence[Seam]) -> dict[str, int]:
+    """Where seams are, by name."""
+    return {f"seam{i}": seam.at for i, seam in enumerate(seams)}
+
+
 def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Seam, ...]:
     """The seams of ``named``, where they are from ``plain``. Raises: KeyError when one is missing."""
     count = sum(name.startswith("seam") for name in plain)
@@ -157,4 +162,4 @@ def _rows(which: Tensor) -> Tensor:
     return which[:, None, None]
 
 
-__all__ = ["Rest", "Seam", "bordered", "holds", "named", "outer", "places", "restored", "taken_out"]
+__all__ = ["Rest", "Seam", "bordered", "holds", "named", "outer", "places", "places_by_name", "restored", "taken_out"]

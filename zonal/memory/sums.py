@@ -1,8 +1,5 @@
-"""FeatureSums and DecayedSums: S = sum phi(k) [v, 1]^T, all of the past of an operator whose kernel is a polynomial in
-a dot product.
-"""
+"""Sums: S = sum phi(k) [v, 1]^T over tokens, with or without a decay, for polynomials of a dot product."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -10,19 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal import device_memory
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
-from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory import marks
-from zonal.memory.base import Form, Memory
+from zonal.memory.base import Form
 from zonal.memory.criterion import ratio
-from zonal.memory.marks import Border
 from zonal.memory.reading import no_evidence
 from zonal.memory.refusals import served_by
-from zonal.memory.spans import Part
-from zonal.memory.tokens import Tokens, joined
+from zonal.memory.summed import Summed
+from zonal.memory.tokens import Tokens
 
 
 def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
@@ -107,372 +101,132 @@ def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = 
     return total
 
 
-def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
-    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
-    width = form.value_dim + (1 if operator.tags.normalises else 0)
-    state = f"sums over {size} features for {form.batch} sequences of {form.heads} heads"
-    device_memory.require(
-        "Memory", state, _state_bytes(operator, form), form.device, "Use fewer features or a smaller batch."
-    )
-    state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
-    return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Sums(Summed):
+    """S = sum_s phi(k_s) [v_s, 1]^T: all that an operator needs of its past when its kernel is a polynomial of a dot
+    product. The column of ones is there for anchors that divide by the row's sum.
 
-
-def _state_bytes(operator: Operator, form: Form) -> int:
-    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
-    return form.batch * (
-        form.heads * size * (form.value_dim + (1 if operator.tags.normalises else 0)) * form.statistics.itemsize + 8
-    )
-
-
-def _more_padding(padding: Tensor, tokens: Tokens) -> Tensor:
-    absent = tokens.padded()
-    return padding if absent is None else padding + absent
-
-
-def _checked_state(state: Tensor, padding: Tensor, operator: Operator, form: Form) -> None:
-    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
-    expected = (form.batch, form.heads, size, form.value_dim + (1 if operator.tags.normalises else 0))
-    if state.shape != expected or state.dtype != form.statistics or padding.shape != (form.batch,):
-        raise ValueError("the tensors do not have the shapes of the header")
-
-
-def _fewer(mine: Tensor, theirs: Tensor) -> Tensor:
-    if bool((theirs > mine).any()):
-        raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
-    return mine - theirs
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FeatureSums(Memory):
-    """state (B, Hkv, m, P or P + 1) in float32 or better: a plain sum over tokens, so merging is associative and
-    commutative.
-
-    padding: (B,) how many of ``count`` tokens were padding. pending: with a ChunkCausal prior, the tokens past the last
-    whole chunk.
+    state: (B, Hkv, m, P or P + 1) in float32 or better, over m features. merge is commutative where nothing fades.
     """
 
-    kind: ClassVar[str] = "features"
-    roundings: ClassVar[int] = 1
-
     state: Tensor
-    padding: Tensor
-    pending: Tokens | None = None
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
-        return cls(operator, form, 0, *_start(operator, form))
+        return cls.blank(operator, form)
+
+    @classmethod
+    def shapes(cls, operator: Operator, form: Form) -> dict[str, tuple[int, ...]]:
+        size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
+        return {"state": (form.batch, form.heads, size, form.value_dim + (1 if operator.tags.normalises else 0))}
 
     @property
-    def real(self) -> Tensor:
-        """Tokens that were not padding, (B,)."""
-        return self.count - self.padding
+    def features(self) -> SymmetricPowers:
+        """The feature map phi."""
+        return features_of(self.operator, self.form.key_dim)
 
-    def _sum(self, tokens: Tokens) -> Tensor:
+    def with_terms(self, tokens: Tokens) -> "Sums":
         k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
-        return _plus(self.state, k, v, features_of(self.operator, self.form.key_dim))
-
-    def committed(self) -> "FeatureSums":
-        """The memory up to the last whole chunk: what the next query sees."""
-        if self.pending is None:
-            return self
-        absent = self.pending.padded()
-        return replace(
-            self,
-            count=self.count - self.pending.length,
-            padding=self.padding if absent is None else self.padding - absent,
-            pending=None,
-        )
-
-    def settled(self) -> Tensor:
-        """The sum over all tokens, pending ones included."""
-        return self.state if self.pending is None else self._sum(self.pending)
-
-    def extended(self, tokens: Tokens) -> Memory:
-        if tokens.length == 0:
-            return self
+        earlier: Sums = self
         if tokens.log_decay is not None:
-            return fading(self).extended(tokens)
-        count, padding = self.count + tokens.length, _more_padding(self.padding, tokens)
-        if self.chunk is None:
-            return replace(self, count=count, padding=padding, state=self._sum(tokens))
-        tokens = joined(
-            self.pending, tokens._replace(k=tokens.k.to(self.form.statistics), v=tokens.v.to(self.form.statistics))
+            v = v * tokens.left_at_end().to(v).unsqueeze(-1)
+            earlier = fading(self).faded(tokens.log_decay.sum(-1))
+        return replace(earlier, state=_plus(earlier.state, k, v, self.features))
+
+    def faded(self, log_decay: Tensor) -> Self:
+        assert self.total is not None
+        return replace(
+            self, state=self.state * log_decay.exp().to(self.state)[..., None, None], total=self.total + log_decay
         )
-        whole = tokens.length // self.chunk * self.chunk
-        state = self._sum(tokens.span(0, whole)) if whole else self.state
-        rest = tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None
-        return replace(self, count=count, padding=padding, state=state, pending=rest)
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        dtype = self.form.statistics
-        total = total_of(
-            q.to(torch.promote_types(q.dtype, dtype)),
-            self.settled(),
-            features_of(self.operator, self.form.key_dim),
-            bound,
-        )
+        wide = q.to(torch.promote_types(q.dtype, self.form.statistics))
+        total = total_of(wide, self.settled().state, self.features, bound)
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         tags = self.operator.tags
-        if not (tags.normalises and tags.positive):
-            why = (
-                "it keeps no sum of K over keys" if tags.positive else "K may be negative, and its sum over keys cancel"
-            )
+        if self.fades or not (tags.normalises and tags.positive):
+            why = "it keeps no sum of K over keys"
+            if self.fades:
+                why = "it holds sums that have forgotten single keys"
+            elif not tags.positive:
+                why = "K may be negative, and its sum over keys cancel"
             raise no_evidence(self.kind, self.operator.name, why)
         home = home.to(torch.promote_types(home.dtype, self.form.statistics))
         q = bound.score.as_query(home, bound.score_params)
-        mass = total_of(q, self.settled(), features_of(self.operator, self.form.key_dim), bound)[..., -1]
+        mass = total_of(q, self.settled().state, self.features, bound)[..., -1]
         return ratio(mass, definition.paired(bound, bound.coefficients.to(q), q, home))
 
-    def followed_by(self, other: Memory) -> Memory:
-        if isinstance(other, DecayedSums):
-            return fading(self).followed_by(other)
-        assert isinstance(other, FeatureSums)
-        count, padding = self.count + other.count, self.padding + other.padding
-        if self.pending is None:
-            return replace(self, count=count, padding=padding, state=self.state + other.state, pending=other.pending)
-        if other.chunk is not None and other.count < other.chunk:
-            return self if other.pending is None else self.extended(other.pending)
-        raise ArgumentError(
-            f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), "
-            "which would move the borders of the second. "
-            "Absorb the second one's tokens instead."
-        )
-
-    def without(self, other: Memory) -> Memory:
-        assert isinstance(other, FeatureSums)
-        if other.pending is not None:
-            raise ArgumentError(
-                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of "
-                f"{self.chunk}); only whole chunks can be taken out."
-            )
+    def added(self, other: Summed) -> "Sums":
+        assert isinstance(other, Sums)
+        if self.fades != other.fades:  # tokens of one came with decays that the operator does not declare
+            return fading(self).added(fading(other))
+        earlier = self if other.total is None else self.faded(other.total)
         return replace(
-            self,
-            count=self.count - other.count,
-            padding=_fewer(self.padding, other.padding),
-            state=self.state - other.state,
+            earlier,
+            count=self.count + other.count,
+            padding=self.padding + other.padding,
+            state=earlier.state + other.state,
+            borders=marks.after_merge(self.marked(), other.marked()) if self.fades else (),
+            pending=other.pending,
         )
 
-    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
-        return self.folded(kept)
+    def taken(self, other: Self, rest: Self) -> Self:
+        return replace(rest, state=self.state - other.state)
 
-    def preceded(self, n: int) -> Self:
-        if self.chunk is not None and n % self.chunk:
-            raise ArgumentError(
-                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the "
-                "shorter sequences (key_padding_mask) as they come."
-            )
-        return replace(self, count=self.count + n, padding=self.padding + n)
-
-    def trimmed(self) -> Self:
-        if self.parts or self.chunk is not None:
-            return self
-        count, padding = unpadded(self.count, self.padding)
-        return replace(self, count=count, padding=padding)
-
-    def copied(self) -> Self:
-        pending = None if self.pending is None else self.pending.map(torch.clone)
-        return replace(self, state=self.state.clone(), padding=self.padding.clone(), pending=pending, parts=())
-
-    def bytes_at(self, length: int) -> int:
-        form = self.form
-        waiting = 0 if self.chunk is None else length % self.chunk
-        token = form.heads * (form.key_dim + form.value_dim) * form.statistics.itemsize
-        return _state_bytes(self.operator, form) + form.batch * waiting * token
-
-    def tensors(self) -> dict[str, Tensor]:
-        pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
-        return {"state": self.state, "padding": self.padding, **pending}
-
-    @classmethod
-    def restored(
-        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
-    ) -> Self:
-        _checked_state(tensors["state"], tensors["padding"], operator, form)
-        return cls(operator, form, count, tensors["state"], tensors["padding"], restored_pending(tensors))
+    def marked(self) -> marks.Marked:
+        assert self.total is not None
+        return marks.Marked.of(self.count, self.total, [self.state], self.borders)
 
 
-def carried(memory: "FeatureSums | DecayedSums", state: Tensor, tokens: Tokens) -> "FeatureSums | DecayedSums":
-    """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a
-    memory that decays.
-    """
-    common = {
-        "count": memory.count + tokens.length,
-        "state": state.to(memory.state),
-        "padding": _more_padding(memory.padding, tokens),
-    }
-    if tokens.log_decay is None:
-        return replace(memory, **common)
-    total = tokens.log_decay.expand(memory.form.batch, -1, -1).sum(-1)
-    if isinstance(memory, DecayedSums):
-        return replace(memory, **common, total=memory.total + total)
-    return DecayedSums(memory.operator, memory.form, **common, total=total)
+class FeatureSums(Sums):
+    """``Sums`` without a decay."""
+
+    kind: ClassVar[str] = "features"
+    roundings: ClassVar[int] = 1
+    fades: ClassVar[bool] = False
 
 
-def restored_pending(tensors: dict[str, Tensor]) -> Tokens | None:
-    """The pending tokens among saved tensors."""
-    named = {name.removeprefix("pending."): x for name, x in tensors.items() if name.startswith("pending.")}
-    return Tokens(**named) if named else None
-
-
-def fading(memory: FeatureSums) -> "DecayedSums":
-    """The same sums as a memory that decays, before any time has passed."""
-    return DecayedSums(memory.operator, memory.form, memory.count, memory.state, memory.padding, _no_decay(memory.form))
-
-
-def unpadded(count: int, padding: Tensor) -> tuple[int, Tensor]:
-    """count and padding without what all rows have of it."""
-    spare = int(padding.min())
-    return count - spare, padding - spare
-
-
-def _no_decay(form: Form) -> Tensor:
-    return torch.zeros(form.batch, form.heads, dtype=torch.float64, device=form.device)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class DecayedSums(Memory):
-    """S_t = e^{g_t} S_{t-1} + phi(k_t) [v_t, 1]^T with log decays g <= 0 a token, and their total.
-
-    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out a beginning: subtract(merge(a,
-    b), a) = b; anything else is refused, which ``borders`` tell.
-    """
+class DecayedSums(Sums):
+    """``Sums`` whose past fades by a rate per token."""
 
     kind: ClassVar[str] = "decayed"
     roundings: ClassVar[int] = 4
+    fades: ClassVar[bool] = True
 
-    state: Tensor
-    padding: Tensor
-    total: Tensor  # (B, Hkv) float64
-    borders: tuple[Border, ...] = ()
 
-    @classmethod
-    def start(cls, operator: Operator, form: Form) -> Self:
-        return cls(operator, form, 0, *_start(operator, form), _no_decay(form))
+def fading(memory: Sums) -> Sums:
+    """The same sums as a memory whose past may fade. No time has passed in it yet, unless it already does."""
+    if memory.fades:
+        return memory
+    form = memory.form
+    none = torch.zeros(form.batch, form.heads, dtype=torch.float64, device=form.device)
+    return DecayedSums(memory.operator, form, memory.count, state=memory.state, padding=memory.padding, total=none)
 
-    @property
-    def real(self) -> Tensor:
-        """Tokens that were not padding, (B,)."""
-        return self.count - self.padding
 
-    def extended(self, tokens: Tokens) -> Memory:
-        if tokens.length == 0:
-            return self
-        if self.chunk is not None:
-            raise ArgumentError(
-                "Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with "
-                "kind='keys'."
-            )
-        k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
-        earlier = self
-        if tokens.log_decay is not None:
-            v = v * (tokens.log_decay.flip(-1).cumsum(-1).flip(-1) - tokens.log_decay).exp().to(v).unsqueeze(-1)
-            earlier = self.faded(tokens.log_decay)
-        state = _plus(earlier.state, k, v, features_of(self.operator, self.form.key_dim))
-        return replace(
-            earlier, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state
-        )
-
-    def faded(self, log_decay: Tensor) -> "DecayedSums":
-        """The memory after time passes by log decays (B or 1, Hkv, n) without a new token."""
-        whole = log_decay.sum(-1)
-        return replace(self, state=self.state * whole.exp().to(self.state)[..., None, None], total=self.total + whole)
-
-    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        dtype = self.form.statistics
-        total = total_of(
-            q.to(torch.promote_types(q.dtype, dtype)), self.state, features_of(self.operator, self.form.key_dim), bound
-        )
-        return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
-
-    def followed_by(self, other: Memory) -> Memory:
-        other = fading(other) if isinstance(other, FeatureSums) else other
-        assert isinstance(other, DecayedSums)
-        faded = self.state * other.total.exp().to(self.state)[..., None, None]
-        return replace(
-            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state,
-            total=self.total + other.total, borders=marks.after_merge(self._marked(), other._marked()),
-        )  # fmt: skip
-
-    def _marked(self) -> marks.Marked:
-        return marks.Marked.of(self.count, self.total, [self.state], self.borders)
-
-    def without(self, other: Memory) -> Memory:
-        assert isinstance(other, DecayedSums)
-        kept, later = marks.after_subtract(self._marked(), other._marked()), self.total - other.total
-        state = self.state - other.state * later.exp().to(self.state)[..., None, None]
-        return replace(
-            self,
-            count=self.count - other.count,
-            padding=_fewer(self.padding, other.padding),
-            state=state,
-            total=later,
-            borders=kept,
-        )
-
-    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
-        return self.folded(kept)
-
-    def preceded(self, n: int) -> Self:
-        return replace(self, count=self.count + n, padding=self.padding + n, borders=marks.moved(self.borders, n))
-
-    def trimmed(self) -> Self:
-        if self.parts or self.chunk is not None:
-            return self
-        count, padding = unpadded(self.count, self.padding)
-        return replace(self, count=count, padding=padding, borders=marks.moved(self.borders, count - self.count))
-
-    def copied(self) -> Self:
-        own = marks.copied(self.borders)
-        return replace(
-            self,
-            state=self.state.clone(),
-            padding=self.padding.clone(),
-            total=self.total.clone(),
-            borders=own,
-            parts=(),
-        )
-
-    def bytes_at(self, length: int) -> int:
-        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8 * (
-            1 + 3 * len(self.borders)
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"state": self.state, "padding": self.padding, "total": self.total} | marks.named(self.borders)
-
-    def plain(self) -> dict[str, int]:
-        return marks.places(self.borders)
-
-    @classmethod
-    def restored(
-        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
-    ) -> Self:
-        _checked_state(tensors["state"], tensors["padding"], operator, form)
-        if tensors["total"].shape != (form.batch, form.heads):
-            raise ValueError("the tensors do not have the shapes of the header")
-        return cls(
-            operator,
-            form,
-            count,
-            tensors["state"],
-            tensors["padding"],
-            tensors["total"],
-            marks.restored(tensors, plain),
-        )
+def carried(memory: Sums, state: Tensor, tokens: Tokens) -> Sums:
+    """The memory after more tokens, when the state after them is known. Sums whose first decay comes with them fade
+    from then on.
+    """
+    absent = tokens.padded()
+    padding = memory.padding if absent is None else memory.padding + absent
+    after = replace(memory, count=memory.count + tokens.length, padding=padding, state=state.to(memory.state))
+    if tokens.log_decay is None:
+        return after
+    after = fading(after)
+    assert after.total is not None
+    return replace(after, total=after.total + tokens.log_decay.expand(memory.form.batch, -1, -1).sum(-1))
 
 
 __all__ = [
     "DecayedSums",
     "FeatureSums",
+    "Sums",
     "anchored",
     "carried",
     "features_of",
     "least_of",
-    "restored_pending",
     "total_of",
-    "unpadded",
     "with_mass",
 ]

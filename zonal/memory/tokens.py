@@ -45,6 +45,13 @@ class Tokens(NamedTuple):
         """How many of the tokens are padding, (B,) int64, or None for none."""
         return None if self.mask is None else (~self.mask).sum(-1)
 
+    def left_at_end(self) -> Tensor:
+        """What is left of each token after the decays of those that follow it, (B or 1, Hkv, n); for tokens that
+        fade.
+        """
+        assert self.log_decay is not None
+        return (self.log_decay.flip(-1).cumsum(-1).flip(-1) - self.log_decay).exp()
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """Each tensor changed alike."""
         mask, decay, bias = (None if x is None else change(x) for x in self[2:])

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
-from zonal.memory import FadingStatistics, Memory, RidgeStatistics
-from zonal.memory.inverse import with_ridge
+from zonal.memory import Memory
+from zonal.memory.ridge import GramStatistics
 from zonal.memory.whitened import WhitenedFeatures
 from zonal.nn.attention import Attention
 
@@ -40,17 +40,15 @@ def of_memory(memory: Memory) -> RidgeDiagnostics:
 
 def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
     """(G, G + the ridge, M)."""
-    if not isinstance(memory, RidgeStatistics | FadingStatistics):
+    if not isinstance(memory, GramStatistics):
         raise ArgumentError(
             "diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one "
             f"of kind {memory.kind!r}."
         )
     bound = memory.operator.bind(memory.form.heads, memory.form.heads)
-    if isinstance(memory, FadingStatistics):
-        return memory.gram, memory.regularised(bound), memory.shift
     whole = memory.settled()
     gram, _, shift, _ = whole.whitened(bound)
-    return gram, with_ridge(gram, whole.ridge(bound)), shift
+    return gram, whole.regularised(bound), shift
 
 
 @torch.no_grad()

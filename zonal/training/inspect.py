@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal.memory import FadingStatistics, RidgeStatistics
+from zonal.memory.ridge import GramStatistics
 from zonal.models import CausalLM
 from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
@@ -130,7 +130,7 @@ def _solves(layer: object) -> bool:
     return (
         isinstance(layer, Attention)
         and layer.causal
-        and isinstance(layer.empty_memory(1).memory, RidgeStatistics | FadingStatistics)
+        and isinstance(layer.empty_memory(1).memory, GramStatistics)
     )
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zonal.algebra.primal import factorised
 from zonal.errors import PathError
-from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.ridge import REMAKE
+from zonal.memory.inverse import REMAKE, positive_inverse, with_ridge
 
 
 class Sight(NamedTuple):

@@ -26,7 +26,7 @@ from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
 from zonal.memory import DecayedSums, FeatureSums, RidgeStatistics
-from zonal.memory.ridge import REMAKE, Inverse, ridge_version
+from zonal.memory.inverse import REMAKE, Inverse, ridge_version
 from zonal.memory.whitened import width_of
 
 MOST_TOKENS = 16

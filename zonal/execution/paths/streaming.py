@@ -149,7 +149,7 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
         return memory.lookup(q, call.bound), memory
     if isinstance(memory, DecayedSums) and token.log_decay is not None:
         # time passes before the query reads, although its own key is not seen
-        memory = memory.faded(token.log_decay)
+        memory = memory.faded(token.log_decay.sum(-1))
         token = token._replace(log_decay=None)
     return memory.lookup(q, call.bound), memory.extended(token)
 

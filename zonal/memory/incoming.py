@@ -1,0 +1,101 @@
+"""Keys and values on their way into a memory: checked, and prepared by the score."""
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.operator import Bound
+from zonal.errors import ArgumentError, NonFiniteError
+from zonal.memory.form import FLOATS, Form
+from zonal.memory.tokens import Tokens
+
+
+def check_tokens(
+    operator: Operator,
+    form: Form,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    key_bias: Tensor | None,
+) -> None:
+    """Raises: ArgumentError for shapes, types and devices that do not fit a memory of this form, and for biases that
+    its operator does not take; NonFiniteError for NaN or infinity in a real token.
+    """
+    n = k.shape[2] if k.ndim == 4 else 0
+    for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
+        required = (form.batch, form.heads, n, dim)
+        if tuple(x.shape) != required:
+            shown = (
+                f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
+            )
+            raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
+        if x.dtype not in FLOATS or x.device != form.device:
+            raise ArgumentError(
+                f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."
+            )
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
+        raise ArgumentError(
+            f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with "
+            "True for real tokens, "
+            f"received {mask.dtype} of shape {tuple(mask.shape)}."
+        )
+    for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
+        if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
+            raise ArgumentError(
+                f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = "
+                f"{(form.batch, form.heads, n)}, received {tuple(x.shape)}."
+            )
+        if x is not None and operator.anchor.solves and not (name == "log_decay" and operator.tags.decays):
+            raise ArgumentError(
+                f"Memory.absorb: operator {operator.name!r} solves with the kernel among keys; {name} must "
+                f"be None{undeclared(name)}."
+            )
+    if log_decay is not None and bool((log_decay > 0).any()):
+        raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
+    for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
+        if x is None:
+            continue
+        real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
+        if not bool(torch.isfinite(real).all()):
+            raise NonFiniteError(
+                f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or "
+                "mask the token."
+            )
+
+
+def prepared(
+    operator: Operator,
+    form: Form,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Tokens:
+    """Tokens as ``extended`` takes them."""
+    bound = operator.bind(form.heads, form.heads)
+    with torch.autocast(k.device.type, enabled=False):
+        keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
+    return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
+
+
+def undeclared(name: str) -> str:
+    """What to do about an argument that a solving operator takes only where it declares it."""
+    return (
+        ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
+    )
+
+
+def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """The log decay per token, (B or 1, Hkv, n) in float64: ``given``, or what the operator declares. Padding has 0."""
+    if given is not None:
+        decay = given.double()
+    elif bound.log_decay is not None:
+        decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
+    else:
+        return None
+    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
+
+
+__all__ = ["check_tokens", "decay_of", "prepared", "undeclared"]
