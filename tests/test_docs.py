@@ -332,10 +332,12 @@ def test_declarations_in_the_pages_of_slots() -> None:
 
 
 @pytest.mark.parametrize("name", pages.PAGES)
-def test_pages_repeat_what_the_code_says(name: str) -> None:
-    """Tables of operators, lists of links and the tree are those of the code."""
+def test_pages_repeat_what_code_and_records_say(name: str) -> None:
+    """Tables of operators, lists of links and the tree are those of the code, and tables of errors those of records."""
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert page == pages.PAGES[name](page), f"docs/{name} is not what the code says: run python tools/pages.py"
+    assert page == pages.PAGES[name](page), (
+        f"docs/{name} is not what the code or a record says: run python -m tools.pages"
+    )
 
 
 def test_theorems_name_their_tests() -> None:

@@ -30,7 +30,7 @@ NAMING = (
     "docs/rewa.md",
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
-    "docs/mechanisms/kernel_ridge.md",
+    "docs/kernel_ridge_measured.md",
     "docs/mechanisms/ska.md",
 )
 

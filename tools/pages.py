@@ -1,12 +1,13 @@
-"""Writes what pages repeat of the code: the links of docs/algebra.md, the tables of docs/operators.md
-and the tree of docs/tree.md.
+"""Writes what pages repeat of the code and of records: the links of docs/algebra.md, the tables of docs/operators.md,
+the tree of docs/tree.md, and the measured errors of docs/slay_measured.md and docs/slay_maps.md.
 
-python tools/pages.py
+python -m tools.pages
 """
 
 import re
 from pathlib import Path
 
+from tools import fidelity_tables
 from zonal import mechanisms
 from zonal.algebra.declaration import declared
 from zonal.cli.explain import tree
@@ -41,7 +42,13 @@ def links(page: str) -> str:
     return re.sub(r"^(\| link \|.*\| )[^|]*( \|)$", lambda row: f"{row[1]}{names}{row[2]}", page, flags=re.MULTILINE)
 
 
-PAGES = {"algebra.md": links, "operators.md": operators, "tree.md": ancestry}
+PAGES = {
+    "algebra.md": links,
+    "operators.md": operators,
+    "tree.md": ancestry,
+    "slay_maps.md": fidelity_tables.maps,
+    "slay_measured.md": fidelity_tables.table_10,
+}
 
 
 def main() -> None:
