@@ -53,6 +53,20 @@ def test_a_call_and_a_file_of_another_layer(tmp_path) -> None:
         Memory.load(tmp_path / "memory.safetensors", second)
 
 
+@torch.no_grad()
+def test_a_file_of_another_layers_memory(tmp_path) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Attention(16, 2, "performer"), nn.Attention(16, 2, "performer")
+    second.load_state_dict(first.state_dict())
+    _, memory = first(torch.randn(1, 4, 16), first.empty_memory(1))
+    memory.save(tmp_path / "memory.safetensors")
+    assert second.load_memory(tmp_path / "memory.safetensors").memory.count == 4
+    for x in second.operator.fixed_parts.buffers():
+        x.add_(0.1)
+    with pytest.raises(FileFormatError, match=r"load layer memories: .* layer 0: its operator drew other numbers \("):
+        second.load_memory(tmp_path / "memory.safetensors")
+
+
 def test_equal_numbers_of_more_heads_pass() -> None:
     operator = m.performer()
     k = torch.randn(1, 2, 4, 8)

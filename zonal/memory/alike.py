@@ -9,6 +9,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.declaration import expand_rows
 from zonal.errors import ArgumentError
+from zonal.store import checksum
 
 
 def declared_alike(operator: Operator, config: Mapping[str, Any]) -> bool:
@@ -25,6 +26,12 @@ def unlike_draws(a: Operator, b: Operator) -> list[str]:
         return []
     mine, theirs = (dict(operator.fixed_parts.named_buffers()) for operator in (a, b))
     return [name for name in sorted({*mine, *theirs}) if not equal_rows(mine.get(name), theirs.get(name))]
+
+
+def digests_of_draws(operator: Operator) -> dict[str, str]:
+    """What stands in a file for numbers that an operator drew at random, or was fitted to: a digest of each."""
+    drawn = dict(operator.fixed_parts.named_buffers())
+    return {name: checksum({name: x.detach().to("cpu", torch.float64)}, {}) for name, x in drawn.items()}
 
 
 def equal_rows(a: Tensor | None, b: Tensor | None) -> bool:
@@ -52,4 +59,4 @@ def same_declaration(a: Operator, b: Operator) -> bool:
     return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
-__all__ = ["check_draws", "declared_alike", "equal_rows", "same_declaration", "unlike_draws"]
+__all__ = ["check_draws", "declared_alike", "digests_of_draws", "equal_rows", "same_declaration", "unlike_draws"]

@@ -12,7 +12,7 @@ from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
-from zonal.memory.alike import same_declaration
+from zonal.memory.alike import digests_of_draws, same_declaration
 from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"
@@ -368,7 +368,8 @@ def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
 def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], origin: str = "") -> None:
     """Write the memories of layers to one safetensors file.
 
-    Learned values of the operators stay with the layers. origin: of which weights.
+    What the operators learned and drew stays with the layers; the file holds digests of what they drew. origin: of
+    which weights.
     """
     tensors: dict[str, Tensor] = {}
     headers = []
@@ -379,7 +380,8 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], o
         }
         named |= {f"carried.{name}": value for name, value in layer.carried.items()}
         tensors |= {f"{index}.{name}": value for name, value in named.items()}
-        headers.append({**layer.memory.about(), "operator": layer.memory.operator.config(), "length": layer.length})
+        operator = {"operator": layer.memory.operator.config(), "drawn": digests_of_draws(layer.memory.operator)}
+        headers.append({**layer.memory.about(), **operator, "length": layer.length})
     store.save_tensors(path, tensors, {"kind": _KIND, "layers": headers, "origin": origin})
 
 
@@ -427,6 +429,10 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     form, operator = like.memory.form, like.memory.operator
     if not same_declaration(Operator.from_config(about["operator"]), operator):
         raise ValueError(f"the operator is {about['operator']['spec']!r}, the layer has {operator.spec!r}")
+    drawn, told = digests_of_draws(operator), about.get("drawn")
+    if told is not None and drawn != told:  # files of earlier versions do not tell
+        unlike = sorted(name for name in {*drawn, *told} if drawn.get(name) != told.get(name))
+        raise ValueError(f"its operator drew other numbers ({', '.join(unlike)}) than the layer's")
     expected = {"memory": like.memory.kind, "heads": form.heads, "key_dim": form.key_dim, "value_dim": form.value_dim}
     for name, value in expected.items():
         if about[name] != value:
