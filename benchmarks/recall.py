@@ -159,7 +159,7 @@ def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
     )
     for name, layers in models.items():
         for offset in sizes.offsets:
-            task = tasks.resolve(f"offset-{offset}", length=18, pairs=16, vocab_size=64)
+            task = tasks.resolve(f"offset-{offset}", tasks.TaskSettings(length=18, pairs=16, vocab_size=64))
             for seed in sizes.seeds:
                 model = build(ModelConfig(task.vocab_size, dim=64, layers=layers, heads=1, mlp="none", conv=0), seed)
                 with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,9 @@ def show(event: events.Event) -> None:
 
 
 def main(folder: str) -> None:
-    task = tasks.resolve("mqar-demo", vocab_size=64, length=32, train_examples=4000, test_examples=100)
+    task = tasks.resolve(
+        "mqar-demo", tasks.TaskSettings(vocab_size=64, length=32, train_examples=4000, test_examples=100)
+    )
     print(task.describe())
     spec = ComparisonSpec(
         task=task,

@@ -10,7 +10,7 @@ import typing
 import pytest
 
 from zonal.cli.app import COMMANDS, main
-from zonal.cli.limits import Between, limits_of
+from zonal.limits import Between, limits_of
 
 TRAIN = (
     "train --task mqar-demo --train-examples 8 --test-examples 8 --steps 1 --batch-size 2 --mlp none --no-tensorboard"

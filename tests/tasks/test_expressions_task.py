@@ -202,7 +202,7 @@ def test_the_deepest_tree_uses_all_atoms():
 
 
 def test_what_is_told():
-    task = tasks.resolve("sexpr", depth=7, test_examples=3)
+    task = tasks.resolve("sexpr", tasks.TaskSettings(depth=7, test_examples=3))
     assert task.depths == (7,)
     assert "depth 7" in task.describe()
     names, group = task.token_groups(torch.tensor([0, 6, 7, 14, 15, 46]))

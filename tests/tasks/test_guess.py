@@ -25,7 +25,7 @@ def test_every_task_has_a_guess(name):
 
 
 def test_recall_by_naming_any_value_of_the_context():
-    task = tasks.resolve("mqar", vocab_size=128, length=64, pairs=8, test_examples=400)
+    task = tasks.resolve("mqar", tasks.TaskSettings(vocab_size=128, length=64, pairs=8, test_examples=400))
     chance = torch.Generator().manual_seed(0)
     (batch,) = task.evaluation_batches(400)
     values = batch.tokens[:, 1:16:2]
@@ -55,7 +55,7 @@ def test_text_by_the_frequencies_of_bytes(tmp_path):
 
 
 def test_signals_by_one_level():
-    task = tasks.resolve("periodic", frequencies=1, vocab_size=8, length=32)
+    task = tasks.resolve("periodic", tasks.TaskSettings(frequencies=1, vocab_size=8, length=32))
     (batch,) = task.evaluation_batches(64)
     asked = batch.targets != IGNORED
     shares = [float(((batch.targets == level) & asked).sum() / asked.sum()) for level in range(8)]
@@ -70,11 +70,11 @@ def test_expressions_by_their_brackets():
 
 
 def test_lookups_are_judged_on_what_was_trained():
-    assert tasks.resolve("hypernyms", subset="carnivore", pairs=4, questions=2).guess() == (
+    assert tasks.resolve("hypernyms", tasks.TaskSettings(subset="carnivore", pairs=4, questions=2)).guess() == (
         1 / 4,
         ("pairs", ("trained",)),
     )
-    assert tasks.resolve("paths", subset="carnivore", pairs=4, questions=2).guess() == (
+    assert tasks.resolve("paths", tasks.TaskSettings(subset="carnivore", pairs=4, questions=2)).guess() == (
         1 / 4,
         ("composition", ("trained",)),
     )

@@ -243,9 +243,11 @@ def test_what_is_told(hypernyms, paths):
     for task, names in ((hypernyms, {"sign", "label", "entity"}), (paths, {"sign", "label", "relation", "entity"})):
         groups, group = task.token_groups(torch.cat([batch.tokens.flatten() for batch in task.evaluation_batches(8)]))
         assert {groups[each] for each in group.unique().tolist()} == names
-    task = tasks.resolve("hypernyms", subset="bird", closure=0.1, pairs=6, questions=2, test_examples=3)
+    task = tasks.resolve(
+        "hypernyms", tasks.TaskSettings(subset="bird", closure=0.1, pairs=6, questions=2, test_examples=3)
+    )
     assert (task.source.subset, task.source.closure, task.pairs, task.questions) == ("bird", 0.1, 6, 2)
-    assert tasks.resolve("paths", subset="bovid", hops=2, pairs=3, questions=1).source.most == 2
+    assert tasks.resolve("paths", tasks.TaskSettings(subset="bovid", hops=2, pairs=3, questions=1)).source.most == 2
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_what_is_told(hypernyms, paths):
         (lambda: Lookup(Ancestors("carnivore"), pairs=3, questions=4), "from 1 to as many questions"),
         (lambda: Lookup(Ancestors("carnivore"), pairs=200), "no context of 200 candidates can be drawn"),
         (lambda: Lookup(Ancestors("poodle"), pairs=2, questions=1), "no context of 2 candidates"),
-        (lambda: tasks.resolve("hypernyms", hops=2), "takes no hops"),
+        (lambda: tasks.resolve("hypernyms", tasks.TaskSettings(hops=2)), "takes no hops"),
     ],
 )
 def test_bad_arguments(make, words):

@@ -82,7 +82,7 @@ def test_examination():
 
 
 def test_what_is_told():
-    task = tasks.resolve("periodic", frequencies=3, vocab_size=8, length=20, test_examples=2)
+    task = tasks.resolve("periodic", tasks.TaskSettings(frequencies=3, vocab_size=8, length=20, test_examples=2))
     assert (task.frequencies, task.vocab_size, task.length) == ((3,), 8, 20)
     assert (
         task.describe()

@@ -85,7 +85,10 @@ def test_what_a_task_says_of_itself(task):
         "then measured on needle, two-hop (1 to 2 pairs, 24 to 48 tokens)."
     )
     assert task.decode(task.train_batch(0, 1, 0).tokens[0].tolist()).count("?") == 1
-    assert list(tasks.resolve("mqar-demo", train_examples=10, test_examples=2).transfer_batches(4)) == []
+    assert (
+        list(tasks.resolve("mqar-demo", tasks.TaskSettings(train_examples=10, test_examples=2)).transfer_batches(4))
+        == []
+    )
 
 
 def test_a_grid_leaves_out_what_does_not_fit():
@@ -118,7 +121,7 @@ def test_the_settings_of_the_paper():
     assert {(shape.pairs, shape.length) for shape in cells.transfer_shapes} >= {
         (pairs, 4096) for pairs in (4, 8, 16, 32)
     }
-    assert tasks.resolve("two-hop", pairs=3, length=16, vocab_size=40).length == 16
+    assert tasks.resolve("two-hop", tasks.TaskSettings(pairs=3, length=16, vocab_size=40)).length == 16
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_settings_of_the_papers():
     ]  # fmt: skip
     assert (based.power_a, based.random_non_queries, based.length) == (0.01, True, 1024)
     for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64)):
-        row = tasks.resolve("mqar-iclr24-fig2", length=length)
+        row = tasks.resolve("mqar-iclr24-fig2", tasks.TaskSettings(length=length))
         assert row.train_segments == (Segment(length, pairs, 100_000, seed=0),)
         assert row.test_segments == (Segment(length, pairs, 3_000, seed=10),)
         assert not row.random_non_queries
@@ -53,23 +53,16 @@ def test_arguments_reach_the_task(tmp_path):
     path.write_text("some words " * 200)
     text = tasks.resolve(
         "text",
-        data=str(path),
-        tokenizer="gpt2",
-        length=16,
-        validation_fraction=0.2,
-        evaluation_bytes=100,
-        max_bytes=1500,
+        tasks.TaskSettings(
+            data=str(path), tokenizer="gpt2", length=16, validation_fraction=0.2, evaluation_bytes=100, max_bytes=1500
+        ),
     )
     assert (
         text.config() == Text(path, "gpt2", 16, validation_fraction=0.2, evaluation_bytes=100, max_bytes=1500).config()
     )
     recall = tasks.resolve(
         "mqar",
-        vocab_size=100,
-        length=32,
-        pairs=3,
-        train_examples=7,
-        test_examples=5,
+        tasks.TaskSettings(vocab_size=100, length=32, pairs=3, train_examples=7, test_examples=5),
         power_a=0.5,
         random_non_queries=False,
         seed=9,
@@ -85,11 +78,11 @@ def test_mistakes_are_named():
     with pytest.raises(ArgumentError, match=r"unknown task 'mqar-dem'. Did you mean 'mqar-demo'\?.*text"):
         tasks.resolve("mqar-dem")
     with pytest.raises(ArgumentError, match="the task 'text' takes no pairs; it takes: data, tokenizer, length"):
-        tasks.resolve("text", pairs=4)
+        tasks.resolve("text", tasks.TaskSettings(pairs=4))
     with pytest.raises(ArgumentError, match="the task 'mqar' takes no data"):
-        tasks.resolve("mqar", data="x.txt")
+        tasks.resolve("mqar", tasks.TaskSettings(data="x.txt"))
     with pytest.raises(ArgumentError, match="have length 64, 128, 256, 512; got 100"):
-        tasks.resolve("mqar-iclr24-fig2", length=100)
+        tasks.resolve("mqar-iclr24-fig2", tasks.TaskSettings(length=100))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from zonal.training.search import Search, SearchSpec
 
 def a_search(**changes):
     settings = {
-        "task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=2, train_examples=64, test_examples=16),
+        "task": tasks.resolve(
+            "mqar", tasks.TaskSettings(vocab_size=32, length=16, pairs=2, train_examples=64, test_examples=16)
+        ),
         "model": ModelConfig(32, dim=16, layers=("softmax",), heads=2, mlp="none", conv=2, init_std=0.1),
         "training": TrainConfig(steps=4, batch_size=4, eval_every=4, learning_rate=1e-2, tensorboard=False,
         checkpoint_every=1, checkpoint_seconds=None),

@@ -29,7 +29,9 @@ HERE = Path(__file__).parent
 
 def a_spec(**changes):
     settings = {
-        "task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=2, train_examples=200, test_examples=24),
+        "task": tasks.resolve(
+            "mqar", tasks.TaskSettings(vocab_size=32, length=16, pairs=2, train_examples=200, test_examples=24)
+        ),
         "model": ModelConfig(vocab_size=32, dim=16, layers=("softmax",), heads=2, mlp="none", conv=2, init_std=0.1),
         "training": TrainConfig(
             steps=6, batch_size=8, eval_every=3, learning_rate=1e-2, tensorboard=False, checkpoint_seconds=None
@@ -177,7 +179,11 @@ def test_stop_while_measuring_leaves_no_plan(tmp_path):
         ({"training": replace(a_spec().training, batch_size=4)}, "training.batch_size is 8 there and 4 here"),
         ({"model": replace(a_spec().model, dim=32)}, "model.dim is 16 there and 32 here"),
         (
-            {"task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=4, train_examples=200, test_examples=24)},
+            {
+                "task": tasks.resolve(
+                    "mqar", tasks.TaskSettings(vocab_size=32, length=16, pairs=4, train_examples=200, test_examples=24)
+                )
+            },
             "task",
         ),
     ],

@@ -11,11 +11,11 @@ from zonal.training import TrainConfig, train
 CONFIG = TrainConfig(
     steps=3, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None, checkpoint_every=1
 )
-EXPRESSIONS = tasks.resolve("sexpr", depth=2, test_examples=3)
+EXPRESSIONS = tasks.resolve("sexpr", tasks.TaskSettings(depth=2, test_examples=3))
 TASKS = [
     EXPRESSIONS,
     Lookup(Ancestors("carnivore"), pairs=2, questions=1, test_examples=3),
-    tasks.resolve("periodic", frequencies=1, length=8, test_examples=3),
+    tasks.resolve("periodic", tasks.TaskSettings(frequencies=1, length=8, test_examples=3)),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 import zonal
-from zonal.cli import limits
+from zonal import limits
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 MISTAKE = 2
@@ -149,7 +149,7 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
                 description=description,
                 args=words,
                 return_unknown_args=True,
-                config=(tyro.conf.OmitArgPrefixes,),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
                 **given,
             )
     except SystemExit as stop:

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from zonal import report
 from zonal.cli import parse, presets
-from zonal.cli.limits import PROCESSES, THREADS
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
+from zonal.limits import PROCESSES, THREADS
 from zonal.models import ModelConfig, preset
 from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style

@@ -15,11 +15,11 @@ from zonal import ledger, mechanisms
 from zonal.cli import explain_model, parse
 from zonal.cli.console import ledger_tree, table
 from zonal.cli.explain_model import ModelLook
-from zonal.cli.limits import SIZE, TOKENS, Between
 from zonal.cli.options import command_line, device
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
 from zonal.execution.plan import duration
+from zonal.limits import SIZE, TOKENS, Between
 from zonal.report import formats
 
 DESCRIPTION = """\

@@ -18,9 +18,9 @@ from zonal.algebra import Operator, ledger
 from zonal.cli import parse
 from zonal.cli.console import ledger_tree, table
 from zonal.cli.generate import checkpoint_in, codec
-from zonal.cli.limits import Between
 from zonal.cli.options import device
 from zonal.errors import ArgumentError
+from zonal.limits import Between
 from zonal.nn import Attention
 from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.report import heads as report

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from zonal.cli.limits import COUNT, SEED, SHARE, Between
 from zonal.cli.options import device
 from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.limits import COUNT, SEED, SHARE, Between
 from zonal.models import Sampler
 from zonal.training import load_model
 

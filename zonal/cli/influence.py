@@ -12,8 +12,8 @@ from rich.text import Text
 from torch import Tensor
 
 from zonal.cli.console import table
-from zonal.cli.limits import Between
 from zonal.errors import ArgumentError
+from zonal.limits import Between
 from zonal.models import CausalLM, ModelConfig, layer_list
 from zonal.theory import influence
 

@@ -4,8 +4,8 @@ import itertools
 import math
 import re
 
-from zonal.cli.limits import RATE
 from zonal.errors import ArgumentError
+from zonal.limits import RATE
 from zonal.models.layers import split
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}

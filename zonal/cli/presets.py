@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from zonal.cli import limits
+from zonal import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
 from zonal.report.published import Published

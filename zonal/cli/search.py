@@ -8,22 +8,23 @@ import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.limits import PROCESSES, RATE, RATIO, SEED, SHARE, THREADS, Between
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
+from zonal.limits import PROCESSES, RATE, THREADS
 from zonal.report import formats
 from zonal.report import search as report
 from zonal.store import read_json
 from zonal.training.search import KINDS, PALETTE, Regime, Search, SearchResult, SearchSpec
+from zonal.training.search.spec import SearchSettings
 
 STOPPED = 130
 _STEPS = 300
@@ -42,7 +43,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(SearchSettings):
     """Search over operators and parameters on one task."""
 
     operator: str = "softmax"
@@ -51,30 +52,10 @@ class SearchOptions:
     """Learning rate at the start."""
     seeds: str = "2"
     """How many seeds every regime is trained with, or a list such as 0,1,2."""
-    rounds: Annotated[int, Between(1, 100_000)] = 8
-    """The largest number of rounds. Each round decides on the best of some moves."""
-    width: Annotated[int, Between(1, 1024)] = 4
-    """Moves drawn in a round."""
-    rungs: Annotated[int, Between(1, 64)] = 2
-    """Rungs of successive halving; the last has all steps."""
-    eta: Annotated[int, Between(2, 1024)] = 2
-    """Each rung trains this many times as long as the one before, and one in this many regimes continues."""
-    measure: Literal["metric", "loss", "steps"] = "metric"
-    """What a regime is judged by: the task's own number, the held-out loss, or the steps to --target."""
-    target: Annotated[float, SHARE] = 0.9
-    """With --measure steps: the accuracy."""
-    rule: Literal["threshold", "metropolis"] = "threshold"
-    """When the search goes to the best of a round."""
-    threshold: Annotated[float, Between(-1e6, 1e6)] = 0.0
-    """With --rule threshold: the largest effort that is accepted; 0 takes what is not worse."""
-    temperature: Annotated[float, RATIO] = 0.02
-    """With --rule metropolis: the effort that is accepted with probability 1/e."""
     moves: str = ",".join(KINDS)
     """Kinds of moves."""
     palette: str = ",".join(PALETTE)
     """The operators that a placement move may put into a layer."""
-    draw: Annotated[int, SEED] = 0
-    """Seed of the search's own draws."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
     """Time of training and evaluation, summed over all runs (90s, 10m, 2h). A rung begins when it should fit."""
     workers: Annotated[int, PROCESSES] = 1
@@ -113,19 +94,10 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
             _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, seeds[0]
         ),
         seeds=seeds,
-        rounds=options.rounds,
-        width=options.width,
-        rungs=options.rungs,
-        eta=options.eta,
-        measure=options.measure,
-        target=options.target,
-        rule=options.rule,
-        threshold=options.threshold,
-        temperature=options.temperature,
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(SearchSettings)},
         kinds=kinds,
         palette=palette,
         budget_seconds=None if options.budget is None else parse.duration(options.budget),
-        draw=options.draw,
         device=str(device(options.device)),
         title=options.title or f"Search: {title(task)}",
         command=command,

@@ -12,10 +12,10 @@ import tyro
 
 from zonal import tasks
 from zonal.cli import parse, presets
-from zonal.cli.limits import RATE, SEED, THREADS
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
+from zonal.limits import RATE, SEED, THREADS
 from zonal.models import ModelConfig, build, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from zonal.errors import ArgumentError
+from zonal.limits import RATIO, SIZE, Between
 from zonal.models.layers import check, layer_list
 from zonal.names import known_names
 from zonal.nn import Residual
@@ -16,9 +17,45 @@ Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 _LATER = ("residual", "experts", "experts_per_token", "silent_tokens")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The settings of a decoder that ``ModelConfig`` and the command line share, as keywords."""
+
+    kv_heads: Annotated[int | None, Between(1, 4096)] = None
+    """Key and value heads; fewer than heads shares them between heads. None: as heads."""
+    head_dim: Annotated[int | None, SIZE] = None
+    """Size per head. None: dim / heads."""
+    qk_dim: Annotated[int | None, SIZE] = None
+    """Size of queries and keys per head. None: what the operator asks for, or head_dim."""
+    mlp: Mlp = "swiglu"
+    """The part between attention layers: three matrices (swiglu, koopman-gated), two (koopman), or a mixture of SwiGLUs
+    (experts)."""
+    mlp_ratio: Annotated[float, Between(1e-6, 1024)] = 8 / 3
+    """Hidden size of the mlp, or of each expert, over dim; rounded up to a multiple of 8."""
+    experts: Annotated[int, Between(1, 4096)] = 8
+    """With mlp experts: feed-forward layers of a block."""
+    experts_per_token: Annotated[int, Between(1, 4096)] = 2
+    """With mlp experts: how many of them each token uses."""
+    rotary: bool = False
+    """Rotary positions in every layer of attention."""
+    rotary_base: Annotated[float, Between(1e-6, 1e12)] = 10000.0
+    """Wavelength base of rotary positions."""
+    qk_norm: bool = False
+    """Normalise queries and keys by RMSNorm."""
+    residual: Residual = "pre"
+    """Residual connection: pre-norm, post-norm, a gate per channel, or a learned sum of all earlier results."""
+    norm_eps: Annotated[float, RATIO] = 1e-6
+    """ε of the norms."""
+    init_std: Annotated[float, RATIO] = 0.02
+    """Standard deviation of initial weights, divided by √(2 · layers) for projections into the residual stream. Use a
+    larger one, such as 0.125, with residual post."""
+    tie_embeddings: bool = True
+    """Use the embedding as output layer, too."""
+
+
 @known_names
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ModelSettings):
     """A decoder: embedding, one residual block a layer, norm, head.
 
     Args:
@@ -28,26 +65,11 @@ class ModelConfig:
             layer of attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of
             their own. One line such as "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
         heads: query heads of every layer of attention.
-        kv_heads: key and value heads; None = ``heads``.
-        head_dim: size of one head; None = dim / heads.
-        qk_dim: size of q and k of one head; None = what the operator asks for, or the size of the head.
-        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three),
-            "experts" (``MixtureOfExperts``, of SwiGLUs), or "none" for layers of attention alone.
-        mlp_ratio: hidden size of the mlp, or of each expert, over dim; rounded up to a multiple of 8.
-        rotary: rotary positions in every layer of attention.
-        rotary_base: their wavelength base.
-        qk_norm: RMSNorm on q and k.
         conv: width of the short convolution before the projections of attention, one number or one per layer; 0 = none.
-        tie_embeddings: the head is the embedding.
         max_len: the length the model is meant for; informs, does not limit.
-        norm_eps: ε of the norms.
-        init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 ·
-            layers).
-        residual: how a block's layers are composed, as in ``nn.Block``: "pre", "post", "gated" or "dense".
-        experts, experts_per_token: how many feed-forward layers a block has, and how many of them a token takes, with
-            mlp="experts".
         silent_tokens: tokens such as a filler that layers with ridge and Koopman read-outs read and do not store
             (``action_mask``); other layers take them as any.
+        kv_heads, mlp, rotary and other keywords: see ``ModelSettings``.
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -56,22 +78,8 @@ class ModelConfig:
     dim: int
     layers: tuple[str, ...]
     heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    qk_dim: int | None = None
-    mlp: Mlp = "swiglu"
-    mlp_ratio: float = 8 / 3
-    rotary: bool = False
-    rotary_base: float = 10000.0
-    qk_norm: bool = False
     conv: int | tuple[int, ...] = 0
-    tie_embeddings: bool = True
     max_len: int | None = None
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
-    residual: Residual = "pre"
-    experts: int = 8
-    experts_per_token: int = 2
     silent_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

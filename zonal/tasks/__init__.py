@@ -9,11 +9,12 @@ from zonal.tasks.mqar import MQAR, Segment, multiquery_ar
 from zonal.tasks.periodic import Periodic
 from zonal.tasks.registry import from_config, names, resolve
 from zonal.tasks.relations import Ancestors, Paths
+from zonal.tasks.settings import TaskSettings
 from zonal.tasks.task import IGNORED, Batch, Examined, Guess, Task
 from zonal.tasks.text import Text
 
 __all__ = [
     "IGNORED", "MQAR", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "Paths", "Periodic",
-    "Retrieval", "Segment", "Shape", "Stage", "Task", "Text", "from_config", "grid", "multiquery_ar", "names",
-    "resolve",
+    "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings", "Text", "from_config", "grid", "multiquery_ar",
+    "names", "resolve",
 ]  # fmt: skip

@@ -1,10 +1,12 @@
 """Tasks by name, with the settings of the field's papers, and tasks from what a run recorded."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.names import known_names
 from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
@@ -12,11 +14,12 @@ from zonal.tasks.mqar import MQAR, Segment
 from zonal.tasks.periodic import Periodic
 from zonal.tasks.relations import Ancestors, Paths, Source
 from zonal.tasks.retrieval import KINDS
+from zonal.tasks.settings import TaskSettings
 from zonal.tasks.task import Task
 from zonal.tasks.text import Text
 
 Given = dict[str, Any]
-"""The arguments of ``resolve`` that are not None, by name."""
+"""The settings of ``resolve`` that are not None, by name."""
 
 
 @dataclass(frozen=True)
@@ -272,50 +275,28 @@ def names() -> dict[str, str]:
     return {name: entry.summary for name, entry in _TASKS.items()}
 
 
+@known_names
 def resolve(
     name: str,
+    settings: TaskSettings | None = None,
     *,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    length: int | None = None,
-    validation_fraction: float | None = None,
-    evaluation_bytes: int | None = None,
-    max_bytes: int | None = None,
-    vocab_size: int | None = None,
-    pairs: int | None = None,
-    train_examples: int | None = None,
-    test_examples: int | None = None,
+    seed: int | None = None,
     power_a: float | None = None,
     random_non_queries: bool | None = None,
-    seed: int | None = None,
-    train_fraction: float | None = None,
-    depth: int | None = None,
-    subset: str | None = None,
-    closure: float | None = None,
-    hops: int | None = None,
-    questions: int | None = None,
-    frequencies: int | None = None,
 ) -> Task:
-    """The task called ``name`` with its own settings, except where an argument is given. See the classes of the tasks
-    for their meaning.
+    """The task called ``name`` with its own settings, except where ``settings`` names one.
 
-    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what the task itself
+    seed: of the drawn data. power_a, random_non_queries: see ``MQAR``.
+
+    Raises: ArgumentError when the name is unknown or a setting does not belong to that task; what the task itself
     raises.
     """
     if name not in _TASKS:
         raise unknown_name("tasks.resolve", "task", name, _TASKS)
-    given: Given = {
-        key: value
-        for key, value in (
-            ("data", data), ("tokenizer", tokenizer), ("length", length), ("validation_fraction", validation_fraction),
-            ("evaluation_bytes", evaluation_bytes), ("max_bytes", max_bytes), ("vocab_size", vocab_size),
-            ("pairs", pairs), ("train_examples", train_examples), ("test_examples", test_examples),
-            ("power_a", power_a), ("random_non_queries", random_non_queries), ("seed", seed),
-            ("train_fraction", train_fraction), ("depth", depth), ("subset", subset),
-            ("closure", closure), ("hops", hops), ("questions", questions), ("frequencies", frequencies),
-        )
-        if value is not None
-    }  # fmt: skip
+    settings = TaskSettings() if settings is None else settings
+    own = {"seed": seed, "power_a": power_a, "random_non_queries": random_non_queries}
+    named = {field.name: getattr(settings, field.name) for field in dataclasses.fields(TaskSettings)}
+    given: Given = {key: value for key, value in {**named, **own}.items() if value is not None}
     for key in given:
         if key not in _TASKS[name].accepts:
             raise ArgumentError(

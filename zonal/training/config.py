@@ -5,9 +5,10 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from zonal.errors import ArgumentError, unknown_name
+from zonal.limits import RATIO, SHARE, SIZE, STEPS, TOKENS, Between
 from zonal.typed import check_fields
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -18,38 +19,54 @@ _BOOKKEEPING = frozenset({"checkpoint_every", "checkpoint_seconds", "keep_best",
 _ABSENT = frozenset({"curriculum"})
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """Settings of one run.
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The settings of a run that ``TrainConfig`` and the command line share, as keywords."""
 
-    Optimisation
-        steps: updates. In a comparison with a time budget it is the most that is allowed.
-        batch_size: sequences in one update, whatever ``accumulate`` is.
-        accumulate: how many equal parts a batch is run in; must divide ``batch_size``. Costs time, saves memory, and
-            gives the gradient of the whole batch, since the loss is the sum over all parts divided by the count of all.
-        learning_rate, min_lr_ratio, warmup_ratio: see ``zonal.training.schedule``.
-        weight_decay: decoupled; see ``zonal.training.optimiser`` for what decays.
-        betas: of AdamW.
-        clip: largest global gradient norm; None does not clip.
-        curriculum: the parts of the run after which the second, the third and the last stage of
-            ``zonal.training.curriculum`` begin, three rising numbers from 0 to 1; None opens all gates at once. Layers
-            without gates learn as ever.
-        dtype: "float32"; "bfloat16" keeps parameters and optimiser in float32 and runs the model under autocast;
-            "float64" runs everything in double precision.
-    Evaluation
-        eval_every: updates between evaluations; None evaluates ten times, evenly. There is always one at the end.
-        eval_batch_size: sequences at a time; None takes ``batch_size // accumulate``.
-        thresholds: accuracies whose first evaluation is recorded as ``steps_to`` (tasks measured by accuracy).
-        stop_at_accuracy: end the run at the first evaluation with at least this accuracy; None runs all steps.
-        transfer_piece: what a finished run is measured on once more, other tasks and lengths, is read so many tokens at
-            a time from the model's memory where it is longer; None reads it whole.
-    Files
-        checkpoint_every: updates between checkpoints; None leaves it to ``checkpoint_seconds``.
-        checkpoint_seconds: seconds between checkpoints; None leaves it to ``checkpoint_every``. There is always one at
-            the end, and one when the run is stopped.
-        keep_best: also keep the weights of the best evaluation, in best.safetensors.
-        log_every: updates between lines of metrics.jsonl; each has the mean loss since the last.
-        tensorboard: also write TensorBoard events.
+    accumulate: Annotated[int, SIZE] = 1
+    """Run a batch in this many equal parts: less memory, more time, the same gradient."""
+    weight_decay: Annotated[float, Between(0, 1000)] = 0.1
+    """Decoupled weight decay of matrices."""
+    warmup_ratio: Annotated[float, SHARE] = 0.1
+    """Share of the steps during which the learning rate rises."""
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
+    """Last learning rate, as a fraction of the highest."""
+    clip: Annotated[float | None, RATIO] = 1.0
+    """Largest norm of the gradient. None: any."""
+    dtype: Dtype = "float32"
+    """Number format. bfloat16 keeps parameters and optimiser in float32 and runs the model under autocast."""
+    eval_every: Annotated[int | None, STEPS] = None
+    """Steps between evaluations; there is always one at the end. None: ten evaluations a run."""
+    eval_batch_size: Annotated[int | None, SIZE] = None
+    """Sequences per step of evaluation. None: as many as are trained at a time."""
+    transfer_piece: Annotated[int | None, TOKENS] = None
+    """After training, read long test sequences this many tokens at a time, from the model's memory. None: whole."""
+    stop_at_accuracy: Annotated[float | None, SHARE] = None
+    """End a run at the first evaluation with this accuracy. None: never."""
+    checkpoint_every: Annotated[int | None, STEPS] = None
+    """Steps between checkpoints. None: by time alone."""
+    checkpoint_seconds: Annotated[float | None, Between(0, 1e9)] = 60.0
+    """Seconds between checkpoints; there is always one when a run stops or ends. None: by steps alone."""
+    keep_best: bool = False
+    """Also keep the weights of the best evaluation, in best.safetensors."""
+    log_every: Annotated[int, STEPS] = 1
+    """Steps between lines of metrics.jsonl; each has the mean loss since the last."""
+    tensorboard: bool = True
+    """Also write TensorBoard events."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainSettings):
+    """Settings of one run; see also ``TrainSettings``.
+
+    steps: updates. In a comparison with a time budget it is the most that is allowed.
+    batch_size: sequences in one update, whatever ``accumulate`` is, which must divide it.
+    learning_rate: the highest; see ``zonal.training.schedule``.
+    betas: of AdamW.
+    curriculum: the parts of the run after which the second, the third and the last stage of
+        ``zonal.training.curriculum`` begin, three rising numbers from 0 to 1; None opens all gates at once. Layers
+        without gates learn as ever.
+    thresholds: accuracies whose first evaluation is recorded as ``steps_to`` (tasks measured by accuracy).
     seed: data order and random numbers of the run.
 
     Raises: ArgumentError naming the field.
@@ -57,25 +74,10 @@ class TrainConfig:
 
     steps: int = 1000
     batch_size: int = 64
-    accumulate: int = 1
     learning_rate: float = 3e-3
-    min_lr_ratio: float = 0.1
-    warmup_ratio: float = 0.1
-    weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = 1.0
     curriculum: tuple[float, ...] | None = None
-    dtype: Dtype = "float32"
-    eval_every: int | None = None
-    eval_batch_size: int | None = None
     thresholds: tuple[float, ...] = (0.5, 0.9, 0.99)
-    stop_at_accuracy: float | None = None
-    transfer_piece: int | None = None
-    checkpoint_every: int | None = None
-    checkpoint_seconds: float | None = 60.0
-    keep_best: bool = False
-    log_every: int = 1
-    tensorboard: bool = True
     seed: int = 0
 
     def __post_init__(self):

@@ -5,10 +5,11 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from zonal import tasks
 from zonal.errors import ArgumentError
+from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
 from zonal.store import understood
 from zonal.training.config import TrainConfig
@@ -25,25 +26,45 @@ Rule = Literal["threshold", "metropolis"]
 Measure = Literal["metric", "loss", "steps"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """The settings of a search that ``SearchSpec`` and the command line share, as keywords."""
+
+    rounds: Annotated[int, Between(1, 100_000)] = 8
+    """The largest number of rounds. Each round decides on the best of some moves."""
+    width: Annotated[int, Between(1, 1024)] = 4
+    """Moves drawn in a round, out of where the search stands."""
+    rungs: Annotated[int, Between(1, 64)] = 2
+    """Rungs of successive halving; the last has all steps. Each rung is trained anew, since a schedule belongs to a
+    number of steps."""
+    eta: Annotated[int, Between(2, 1024)] = 2
+    """Each rung trains this many times as long as the one before, and one in this many regimes continues."""
+    measure: Measure = "metric"
+    """What a regime is judged by, smaller being better: the task's own number (1 - accuracy, or the loss), the held-out
+    loss, or the steps to the target (all steps of the rung for a run that does not get there)."""
+    target: Annotated[float, SHARE] = 0.9
+    """With measure steps: the accuracy."""
+    rule: Rule = "threshold"
+    """When the search goes to the best of a round, by the effort of the move, its mean difference in the measure."""
+    threshold: Annotated[float, Between(-1e6, 1e6)] = 0.0
+    """With rule threshold: the largest effort that is accepted; 0 takes what is not worse."""
+    temperature: Annotated[float, RATIO] = 0.02
+    """With rule metropolis: an effort e is accepted with probability min(1, exp(-e / temperature))."""
+    draw: Annotated[int, SEED] = 0
+    """Seed of the search's own draws: which moves, and whether a worse one is accepted."""
+
+
 @dataclass(frozen=True)
-class SearchSpec:
-    """
+class SearchSpec(SearchSettings):
+    """What a search is asked for; see also ``SearchSettings``.
+
     task: what every regime is trained and evaluated on.
     model: the decoder; its layers are the start's, and a move may change them and ``head_dim``.
     training: settings of all runs; ``steps`` is what a regime is given on the last rung, ``learning_rate`` the start's.
     seeds: data order and initial weights; the same for every regime, whose differences are paired by them.
-    rounds: the most proposals that are judged. width: regimes drawn from the moves out of where the search stands.
-    rungs, eta: successive halving: on each rung the regimes train ``eta`` times as long, and the best 1 / ``eta`` of
-        them (at least one) go on; each rung is trained anew, since a schedule belongs to a number of steps.
-    measure: what a regime is judged by, smaller being better: "metric" is the task's own (1 - accuracy, or the loss),
-        "loss" the held-out loss, "steps" the steps to ``target`` accuracy, all steps of the rung for a run that does
-        not get there.
-    rule: "threshold" goes where the effort of the move, its mean difference in that measure, is at most ``threshold``;
-        "metropolis" accepts with probability min(1, exp(-effort / temperature)).
     kinds, palette: which moves are proposed, and what one of placement may put into a layer.
     budget_seconds: of training and evaluating, summed over all runs; None = no limit. A rung begins when it is expected
     to fit.
-    draw: seed of what the search itself draws: which moves, and whether a worse one is accepted.
 
     Raises: ArgumentError naming the field.
     """
@@ -52,19 +73,9 @@ class SearchSpec:
     model: ModelConfig
     training: TrainConfig
     seeds: tuple[int, ...] = (0,)
-    rounds: int = 8
-    width: int = 4
-    rungs: int = 2
-    eta: int = 2
-    measure: Measure = "metric"
-    target: float = 0.9
-    rule: Rule = "threshold"
-    threshold: float = 0.0
-    temperature: float = 0.02
     kinds: tuple[str, ...] = KINDS
     palette: tuple[str, ...] = PALETTE
     budget_seconds: float | None = None
-    draw: int = 0
     device: str = "cpu"
     title: str = "Search over regimes of attention"
     command: str = ""
@@ -168,21 +179,7 @@ class SearchSpec:
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a folder to be this search, as JSON."""
-        names = (
-            "rounds",
-            "width",
-            "rungs",
-            "eta",
-            "measure",
-            "target",
-            "rule",
-            "threshold",
-            "temperature",
-            "kinds",
-            "palette",
-            "budget_seconds",
-            "draw",
-        )
+        names = ("kinds", "palette", "budget_seconds", *(field.name for field in dataclasses.fields(SearchSettings)))
         values = {
             "task": self.task.config(),
             "model": self.model.to_dict(),
@@ -227,4 +224,4 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
     return spec, stored
 
 
-__all__ = ["FILE", "SearchSpec", "read_search"]
+__all__ = ["FILE", "SearchSettings", "SearchSpec", "read_search"]

@@ -1,5 +1,5 @@
-"""What an option may be: limits of its numbers, and names of files that a file system can hold; asked before anything
-is made.
+"""What a setting may be: limits of its numbers, and names of files that a file system can hold. Classes of settings
+state them in their annotations; the command line checks them before anything is made.
 """
 
 import dataclasses
