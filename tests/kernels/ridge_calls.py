@@ -25,6 +25,8 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "short-chunks": lambda: m.ska(power=1, chunk=5),
     "long-chunks": lambda: m.ska(power=2, chunk=21),
     "steep": lambda: m.ska(power=1, eps=1e-2),
+    "unlimited": lambda: m.ridge(eps=1e-3, key_limit=None),
+    "unlimited-ska": lambda: m.ska(power=1, eps=1e-3, key_limit=None),
 }
 SHAPES: dict[str, Shape] = {
     "odd": Shape(),
@@ -38,6 +40,7 @@ SHAPES: dict[str, Shape] = {
     "packed": Shape(packed=(0, 1, 5, 25, 28), queries=28, keys=28),
     "one": Shape(queries=1, keys=1),
     "short": Shape(queries=23, keys=23),
+    "two": Shape(queries=2, keys=2, heads=2, kv_heads=2, key_dim=64, value_dim=64),
     "many": Shape(queries=120, keys=120, key_dim=8, value_dim=4),
     "memory": Shape(queries=37, keys=37, cuts=(0, 16, 17, 37)),
     "padded-memory": Shape(queries=30, keys=30, cuts=(0, 10, 30), batch=2, padding=True),
@@ -75,7 +78,7 @@ def _cases() -> dict[str, Case]:
     powers = {"r56": 2, "padding": 2, "packed": 2, "memory": 2, "r24": 1, "gqa": 1, "late": 1, "odd": 1}
     found = [Case(f"ska-{powers.get(shape, 0)}", shape) for shape in SHAPES if shape != "many"]
     found += [Case(operator, "short") for operator in OPERATORS if operator[:3] != "ska" and operator != "steep"]
-    found += [Case("steep", "many")]
+    found += [Case("steep", "many"), Case("unlimited", "two")]
     found += [Case("ska-1", "short", dtype) for dtype in ("bfloat16", "float16")]
     return {case.name: case for case in found}
 
@@ -107,6 +110,8 @@ def inputs(case: Case) -> Inputs:
         basis = torch.linalg.qr(torch.randn(rules.key_dim, rules.key_dim, generator=generator))[0]
         k = k[..., :3] @ basis[:3] * rules.key_dim**0.25
         v = k @ torch.randn(rules.key_dim, rules.value_dim, generator=generator) + 0.1 * v
+    if case.operator.startswith("unlimited"):  # |z|^2 / rho is some ten thousands
+        k = k * rules.key_dim**0.25
     mask = None
     if rules.padding:
         mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3

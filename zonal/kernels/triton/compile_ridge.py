@@ -18,14 +18,14 @@ from torch import Tensor
 from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.compile import Compiled, Family, Variant, command, compiled_of, name_of
-from zonal.kernels.triton.ridge_backward import backward
-from zonal.kernels.triton.ridge_forward import forward
+from zonal.kernels.triton.ridge_backward import backward_in
+from zonal.kernels.triton.ridge_forward import forward_in
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 
 DIMS = (24, 32, 48, 56, 64)
 # by what a report calls a link
 POWERS = {"ridge-0": 0, "ridge-1": 1, "ridge-2": 2}
-MASKS = ("causal", "packed", "gqa", "memory")
+MASKS = ("causal", "packed", "gqa", "memory", "double")  # double: a causal call in float64
 
 
 def cover(
@@ -85,8 +85,8 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     )
     asked = frozenset(("q", "k", "v", "scale", "rho", *(Before._fields if memory else ())))
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        results = forward(inputs, spec)
-        backward(results[:1], inputs, results, spec, asked)
+        results = forward_in(inputs, spec, variant.mask == "double")
+        backward_in(results[:1], inputs, spec, asked, variant.mask == "double")
     # forward's kernels run again for backward
     return list({(launch.kernel, launch.constants.get("REVERSE")): launch for launch in found}.values())
 

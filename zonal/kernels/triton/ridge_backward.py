@@ -23,6 +23,7 @@ from zonal.kernels.triton.ridge_state import (
     Known,
     RidgeCall,
     choose,
+    full,
     given_of,
     given_places,
     matrix,
@@ -68,12 +69,8 @@ def rows_back_kernel(
     tokens, queries, index = shape.keys, shape.queries, kv_line * shape.blocks + block
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = (
-            tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(
-                tl.float32
-            )
-            * gain
-        )
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True)
+        x = full(x) * gain
         kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
         put_tokens(xs, kept, line, t, end, queries, ROWS, WIDTH)
         if POWER > 0:
@@ -101,9 +98,9 @@ def row_sums_kernel(
     block, kv_line = index % shape.blocks, index // shape.blocks
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
     queries, size = shape.queries, shape.size
-    gram = tl.zeros([WIDTH, WIDTH], tl.float32)
-    cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float32)
-    shift = tl.zeros([WIDTH, WIDTH], tl.float32)
+    gram = tl.zeros([WIDTH, WIDTH], state.dtype.element_ty)
+    cross = tl.zeros([VALUE_WIDTH, WIDTH], state.dtype.element_ty)
+    shift = tl.zeros([WIDTH, WIDTH], state.dtype.element_ty)
     # key heads of a batch lie as its heads do: those of one are groups in a row
     for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
         for t in tl.range(begin, end, SLICE):
@@ -205,16 +202,25 @@ def steps_back_kernel(
 def backward(
     grads: Gradients, inputs: RidgeInputs, results: Results, spec: RidgeSpec, asked: frozenset[str]
 ) -> Gradients:
-    """The gradients of ``forward``, float32, of scale, rho and the memory float64."""
+    """The gradients of ``forward``: of scale, rho and the memory in float64."""
+    return backward_in(grads, inputs, spec, asked, bool(results[1].any()))
+
+
+def backward_in(
+    grads: Gradients, inputs: RidgeInputs, spec: RidgeSpec, asked: frozenset[str], double: bool
+) -> Gradients:
+    """The gradients of ``forward_in``."""
     (dy,), (q, k, v, scale, *_), key_mask, before = grads, inputs, inputs.key_mask, inputs.before
     assert dy is not None
+    q = q.double() if double else q
     started, power = bool(asked & set(Before._fields)), spec.powers[0]
     with tiles.on(q.device):
-        call = ridge_state.prepare(inputs, spec)
+        call = ridge_state.prepare(inputs, spec, double)
         found = ridge_state.known(call, inputs.rho, before)
-        xs, us = row_solves(call, found, dy.float().contiguous(), q, scale, power)
-        state, shape, table = call.state(torch.float32), call.shape, call.places.table
-        dy, lines, programs = dy.float().contiguous(), q.shape[0] * q.shape[1], call.lines * shape.blocks
+        dy = dy.to(call.number).contiguous()
+        xs, us = row_solves(call, found, dy, q, scale, power)
+        state, shape, table = call.state(call.number), call.shape, call.places.table
+        lines, programs = q.shape[0] * q.shape[1], call.lines * shape.blocks
         constants = {"POWER": power, **call.tiles()}
         short = {name: size for name, size in constants.items() if name not in ("ROWS", "BLOCK")}
         tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose(shape))
@@ -225,8 +231,8 @@ def backward(
         final = torch.empty(*k.shape[:2], shape.size, dtype=torch.float64, device=k.device) if started else None
         ridge_state.carry(call, state, None, final, True)
         dz, dv = (
-            torch.zeros(call.z.shape, dtype=torch.float32, device=k.device),
-            torch.zeros(v.shape, dtype=torch.float32, device=k.device),
+            torch.zeros(call.z.shape, dtype=call.number, device=k.device),
+            torch.zeros(v.shape, dtype=call.number, device=k.device),
         )
         dearlier = torch.zeros_like(dz) if power else None
         programs *= call.block // constants["ROWS"]
@@ -255,9 +261,9 @@ def backward(
             None if dfirst is None or before.last is None else dfirst[..., :dim].double(),
         )  # fmt: skip
     dq = us[0, ..., :dim]
-    dscale = (dq * q.float()).sum(-1).double().sum((0, 2))
+    dscale = (dq * q.to(dq.dtype)).sum(-1).double().sum((0, 2))
     dk = shortened(dz[..., :dim], k, spec.limit)
-    return dq * scale.float()[:, None, None], dk, dv, dscale, drho, *memory
+    return dq * scale.to(dq.dtype)[:, None, None], dk, dv, dscale, drho, *memory
 
 
 def row_solves(
@@ -266,7 +272,7 @@ def row_solves(
     """x and u, (power + 1, B, H, T, r), of every query."""
     shape, lines = call.shape, q.shape[0] * q.shape[1]
     xs, us = (
-        torch.empty(power + 1, *q.shape[:3], padded(q.shape[3]), dtype=torch.float32, device=q.device) for _ in range(2)
+        torch.empty(power + 1, *q.shape[:3], padded(q.shape[3]), dtype=call.number, device=q.device) for _ in range(2)
     )
     tiles.launch(
         rows_back_kernel,
@@ -279,7 +285,7 @@ def row_solves(
             lines,
             found.rows,
             found.start,
-            scale.float().contiguous(),
+            scale.to(call.number).contiguous(),
             call.places.hi,
             call.places.table,
             shape,
@@ -312,10 +318,10 @@ def shortened(dz: Tensor, k: Tensor, limit: float) -> Tensor:
     """Gradients of keys from those of keys cut to a length: beyond it a key does not change along itself."""
     if limit <= 0:
         return dz
-    k = k.float()
+    k = k.to(dz.dtype)
     norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
     along = (dz * k).sum(-1, keepdim=True) / norm.square()
     return torch.where(norm <= limit, dz, (limit / norm) * (dz - along * k))
 
 
-__all__ = ["backward", "keys_back_kernel", "row_sums_kernel", "rows_back_kernel", "steps_back_kernel"]
+__all__ = ["backward", "backward_in", "keys_back_kernel", "row_sums_kernel", "rows_back_kernel", "steps_back_kernel"]

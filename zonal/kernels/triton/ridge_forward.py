@@ -9,7 +9,7 @@ import triton.language as tl
 from zonal.kernels.op import Results
 from zonal.kernels.ridge import RidgeInputs, RidgeSpec
 from zonal.kernels.triton import ridge_state, tiles
-from zonal.kernels.triton.ridge_state import choose, given_places, matrix, product, through
+from zonal.kernels.triton.ridge_state import choose, full, given_places, matrix, product, through
 from zonal.kernels.triton.tiles import tile_rows
 
 
@@ -55,12 +55,8 @@ def read_kernel(
     good = tl.load(cut + index)
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = (
-            tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(
-                tl.float32
-            )
-            * gain
-        )
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True)
+        x = full(x) * gain
         if POWER > 0:
             for _ in tl.range(0, POWER):
                 x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
@@ -72,15 +68,21 @@ def read_kernel(
 
 
 def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
-    """(y (B, H, T, P) float32, no document in float64) for calls whose heads share one power.
+    """``forward_in``, in float64 where float32 would lose digits."""
+    return forward_in(inputs, spec, ridge_state.loses_digits(inputs, spec))
+
+
+def forward_in(inputs: RidgeInputs, spec: RidgeSpec, double: bool) -> Results:
+    """(y (B, H, T, P) float32, which documents ran in float64: all or none) for calls whose heads share one power.
 
     q, k, v are of one of float32, bfloat16, float16. Where G + rho I is not positive definite, as with keys that are
     not finite, the rows that see them are NaN: an error would have to wait for the device.
     """
     q, k, v = inputs[:3]
+    q = q.double() if double else q
     y = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
-        call = ridge_state.prepare(inputs, spec)
+        call = ridge_state.prepare(inputs, spec, double)
         found = ridge_state.known(call, inputs.rho, inputs.before)
         tiles.launch(
             read_kernel,
@@ -91,7 +93,7 @@ def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
                 found.rows,
                 found.start,
                 found.cut,
-                inputs.scale.float().contiguous(),
+                inputs.scale.to(call.number).contiguous(),
                 call.places.hi,
                 call.places.table,
                 call.shape,
@@ -99,7 +101,7 @@ def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
             {"POWER": spec.powers[0], **call.tiles()},
             choose(call.shape),
         )
-    return y, torch.zeros(*k.shape[:2], inputs.documents, dtype=torch.bool, device=q.device)
+    return y, torch.full((*k.shape[:2], inputs.documents), double, dtype=torch.bool, device=q.device)
 
 
-__all__ = ["block_of_queries", "forward", "moved_on", "read_kernel"]
+__all__ = ["block_of_queries", "forward", "forward_in", "moved_on", "read_kernel"]

@@ -2,7 +2,8 @@
 update it through the block.
 
 At the start of a block the kernels hold P = (G + rho I)^-1, the regression W = C P and the step A = M P, rounded from
-float64. A float32 error then counts by 1 / rho and not by the condition of G. Within the block each of them is a sum of
+float64. A float32 error then counts by |z|^2 / rho and not by the condition of G. Where that is large, all buffers are
+float64, and so is what the kernels compute from them. Within the block each of them is a sum of
 products of rows, of which a query sees a part: ``P_t = P - sum h_s h_s^T``, ``W_t = W + sum e_s h_s^T``,
 ``A_t = A - sum a_s h_s^T + sum z_s p_s^T``. With K = I + Z P Z^T = L L^T:
 ``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before,
@@ -44,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class PreparedKeys(NamedTuple):
-    """The rows of a call's keys, float32 (B, Hkv, S, …): z and h, e of V's width, and for powers above 0 the key before
+    """The rows of a call's keys, (B, Hkv, S, …): z and h, e of V's width, and for powers above 0 the key before
     each, a and p.
 
     Widths are padded with zeros to powers of two, which kernels know: a row's address then takes one register.
@@ -63,13 +64,26 @@ class PreparedKeys(NamedTuple):
 
 @triton.jit
 def product(a, b):
-    """a b in float32 by matrix units, as three tf32 products that keep 21 bits. Scalar float32 needs more registers."""
-    return tl.dot(a, b, input_precision="tf32x3")
+    """a b by matrix units: float64, or float32 as three tf32 products that keep 21 bits. Scalar float32 needs more
+    registers."""
+    if a.dtype == tl.float64:
+        return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float64)
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def full(x):
+    """x in float64 if it is, else in float32."""
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
 def tokens_of(x, line, first, stop, tokens, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(ROWS, WIDTH) of a contiguous float32 array (lines, tokens, WIDTH), tokens ``first`` to ``stop``, then 0."""
+    """(ROWS, WIDTH) of a contiguous array (lines, tokens, WIDTH), tokens ``first`` to ``stop``, then 0."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = x + (tl.cast(line, tl.int64) * tokens + first) * WIDTH + (row[:, None] * WIDTH + column[None, :])
     return tl.load(at, mask=(first + row < stop)[:, None], other=0.0)
@@ -93,9 +107,9 @@ def given_places(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH:
 
 @triton.jit
 def given_of(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Such a tile in float32, zeros outside."""
+    """Such a tile in float32 or float64, zeros outside."""
     at, inside = given_places(x, line, first, stop, tokens, width, ROWS, WIDTH)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return full(tl.load(at, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -223,7 +237,7 @@ def inverse_kernel(
 def root_inverse(x, BLOCK: tl.constexpr):
     """L^-1 of a positive definite x = L L^T, row by row."""
     i = tl.arange(0, BLOCK)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(x.dtype)
     for j in tl.range(0, BLOCK):
         row = tl.sum(tl.where(i[:, None] == j, x, 0.0), 0)
         root = tl.rsqrt(tl.sum(tl.where(i == j, row, 0.0), 0))
@@ -266,7 +280,7 @@ def lowered(
     WIDTH: tl.constexpr,
 ):
     """Rows [row, row + ROWS) of L^-1 x. root: where L^-1 lies."""
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    out = tl.zeros([ROWS, WIDTH], x.dtype.element_ty)
     i, j = tl.arange(0, ROWS), tl.arange(0, SLICE)
     for s in tl.range(0, tl.minimum(row + ROWS, stop - first), SLICE):
         part = tl.load(root + ((row + i)[:, None] * BLOCK + (s + j)[None, :]))
@@ -303,7 +317,7 @@ def factor_kernel(
     # Z P and Z P Z^T, a few columns of P at a time
     base = start + tl.cast(index, tl.int64) * size
     here = (tl.cast(line, tl.int64) * tokens + first) * WIDTH
-    system = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    system = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(z.dtype)
     for column in tl.range(0, WIDTH, SLICE):
         part = product(z, tl.load(base + (j[:, None] * WIDTH + (column + c)[None, :])))
         at = here + (i[:, None] * WIDTH + (column + c)[None, :])
@@ -350,6 +364,22 @@ def factor_kernel(
 _CARRIED = 256
 # rows of a tile, and keys or queries that meet them at a time
 _ROWS, _SLICE = 16, 16
+# the part of a gradient that float32 may lose
+_LOST = 1e-3
+
+
+def loses_digits(inputs: RidgeInputs, spec: RidgeSpec) -> bool:
+    """Whether float32 would lose three digits of gradients: it loses eps (|z|^2 / rho)^2, as P z cancels from 1 / rho.
+
+    The answer is one number that the host waits for.
+    """
+    if not inputs.k.numel():
+        return False
+    longest = torch.linalg.vector_norm(inputs.k, dim=-1, dtype=torch.float64).amax(-1)
+    if spec.limit > 0:
+        longest = longest.clamp(max=spec.limit)
+    lost = torch.finfo(torch.float32).eps * (longest.square() / inputs.rho).square()
+    return bool((lost > _LOST).any())
 
 
 class Places(NamedTuple):
@@ -399,11 +429,13 @@ def places(
 class RidgeCall(NamedTuple):
     """The part of a call that forward and backward share.
 
+    number: the type of all buffers, float32 or float64.
     before (B or 1, S): 1 + the index of the previous key, 0 = what precedes the call; None: always the adjacent key.
     """
 
     places: Places
     shape: Shape
+    number: torch.dtype
     block: int
     shifted: bool
     z: Tensor
@@ -448,8 +480,9 @@ def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor
     return place if opens is None else torch.where(place > opens, place, 0)
 
 
-def prepare(inputs: RidgeInputs, spec: RidgeSpec) -> RidgeCall:
+def prepare(inputs: RidgeInputs, spec: RidgeSpec, double: bool) -> RidgeCall:
     """What the kernels of a call are told, whose heads have one power."""
+    number = torch.float64 if double else torch.float32
     (q, k, v), key_mask, power, limit = inputs[:3], inputs.key_mask, spec.powers[0], spec.limit
     assert inputs.lo is not None
     assert inputs.hi is not None
@@ -457,7 +490,7 @@ def prepare(inputs: RidgeInputs, spec: RidgeSpec) -> RidgeCall:
     kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     block = sizes.ridge_block(dim)
     seen = places(inputs.lo, inputs.hi, inputs.segment_start, keys, inputs.documents, block, q.device)
-    z = F.pad(k.float(), (0, padded(dim) - dim))
+    z, v = F.pad(k.to(number), (0, padded(dim) - dim)), v.double() if double else v
     if limit > 0:
         norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         z = z * torch.where(norm <= limit, 1.0, limit / norm)
@@ -476,6 +509,7 @@ def prepare(inputs: RidgeInputs, spec: RidgeSpec) -> RidgeCall:
     return RidgeCall(
         seen,
         shape,
+        number,
         block,
         power > 0,
         z.contiguous(),
@@ -500,7 +534,7 @@ def carry(call: RidgeCall, state: Tensor, initial: Tensor | None, final: Tensor 
 class Known(NamedTuple):
     """The state at each block's start and the rows of its keys.
 
-    start (B, Hkv, blocks, size) float32: P, W and A; rows: those of the keys; cut (B, Hkv, blocks): the first key that
+    start (B, Hkv, blocks, size): P, W and A; rows: those of the keys; cut (B, Hkv, blocks): the first key that
     is not finite.
     """
 
@@ -511,7 +545,7 @@ class Known(NamedTuple):
 
 def known(call: RidgeCall, rho: Tensor, before: Before) -> Known:
     """All that rows are read from."""
-    state, start, z, v = call.state(torch.float64), call.state(torch.float32), call.z, call.v
+    state, start, z, v = call.state(torch.float64), call.state(call.number), call.z, call.v
     programs = call.lines * call.shape.blocks
     table, shape = call.places.table, call.shape
     constants = {"SHIFTED": call.shifted, **call.widths()}
@@ -530,13 +564,13 @@ def known(call: RidgeCall, rho: Tensor, before: Before) -> Known:
     tiles.launch(
         inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose(shape)
     )
-    half, near = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
-    gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=torch.float32, device=v.device) for _ in range(2))
+    half, near = (torch.empty(z.shape, dtype=call.number, device=z.device) for _ in range(2))
+    gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=call.number, device=v.device) for _ in range(2))
     moved = after = None
     if call.shifted:
-        moved, after = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
+        moved, after = (torch.empty(z.shape, dtype=call.number, device=z.device) for _ in range(2))
     rows = PreparedKeys(z, half, gain, call.earlier, moved, after)
-    roots = torch.empty(programs, call.block, call.block, dtype=torch.float32, device=z.device)
+    roots = torch.empty(programs, call.block, call.block, dtype=call.number, device=z.device)
     cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
     tiles.launch(
         factor_kernel,
@@ -554,9 +588,11 @@ __all__ = [
     "RidgeCall",
     "Shape",
     "carry",
+    "full",
     "given_of",
     "given_places",
     "known",
+    "loses_digits",
     "matrix",
     "prepare",
     "previous",
