@@ -3,16 +3,19 @@ that the number stands in.
 
     <!-- records results/a/summary.json comparisons/0/operators
     label=Softmax/accuracy | softmax {mean:.3f} ± {deviation:.3f}
+    label=Ridge/seconds => *1000 | {:.1f} ms @ ridge @ 2
     -->
 
 The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through
 the JSON: names of objects and numbers of entries, or ``key=value`` for the first entry of a list that has it, or
-``key=value&key=value`` for the first that has both. What is there fills the words, which must then stand in what
-follows: up to the second blank line.
+``key=value&key=value`` for the first that has both. What is there, or what ``=> 1/x``, ``=> exp`` or ``=> *1000`` makes
+of it, fills the words, which must then stand in what follows: up to the second blank line, or with ``@ title @ n`` in
+the cell after n others in the row of the table that begins with that title.
 """
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +33,15 @@ NAMING = (
     "docs/rewa.md",
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
+    "docs/carriers.md",
+    "docs/convert.md",
+    "docs/long_context.md",
+    "docs/sparse.md",
+    "docs/backbones.md",
+    "docs/baselines.md",
+    "docs/search.md",
+    "docs/mechanisms/rewa.md",
+    "docs/mechanisms/sinkhorn.md",
     "docs/kernel_ridge_measured.md",
     "docs/mechanisms/ska.md",
 )
@@ -50,9 +62,7 @@ def claims(page: Path) -> Iterator[Claim]:
         for line in found.group(1).strip().splitlines():
             if " | " in line:
                 place, words = line.split(" | ", 1)
-                yield Claim(
-                    page.relative_to(ROOT).as_posix(), file, f"{begin}/{place}", words, " ".join(found.group(2).split())
-                )
+                yield Claim(page.relative_to(ROOT).as_posix(), file, f"{begin}/{place}", words, found.group(2))
             else:
                 file, begin = line.split(" ", 1)
 
@@ -67,6 +77,23 @@ def value_at(record: Any, place: str) -> Any:
     return record
 
 
+def converted(value: Any, how: str) -> Any:
+    """A value of a record as a page gives it."""
+    if how == "1/x":
+        return 1 / value
+    if how == "exp":
+        return math.exp(value)
+    return value * float(how.removeprefix("*")) if how else value
+
+
+def cell(text: str, title: str, column: int) -> str:
+    """The cell of a table after so many others, in the row that begins with this title."""
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines()]
+    found = [row[column] for row in rows if row[0] == title and len(row) > column]
+    assert len(found) == 1, f"{len(found)} rows begin with {title!r}"
+    return found[0]
+
+
 def record(file: str) -> Any:
     """A file under results/; those of runs are packed."""
     folder, tree, rest = file.partition("/runs/")
@@ -79,9 +106,12 @@ CLAIMS = [claim for page in PAGES for claim in claims(page)]
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}:{claim.file.split('/')[1]}:{claim.place}")
 def test_a_number_on_a_page_is_that_of_its_record(claim: Claim) -> None:
-    value = value_at(record(claim.file), claim.place)
-    words = " ".join((claim.words.format(**value) if isinstance(value, dict) else claim.words.format(value)).split())
-    assert words in claim.text, f"{claim.page}: {claim.file} has {words!r} at {claim.place}"
+    place, _, how = claim.place.partition(" => ")
+    value = converted(value_at(record(claim.file), place), how)
+    form, *where = claim.words.split(" @ ")
+    words = " ".join((form.format(**value) if isinstance(value, dict) else form.format(value)).split())
+    text = cell(claim.text, where[0], int(where[1])) if where else " ".join(claim.text.split())
+    assert words in text, f"{claim.page}: {claim.file} has {words!r} at {claim.place}"
 
 
 def test_pages_name_their_records() -> None:
