@@ -13,7 +13,7 @@ from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.advice import advise
-from zonal.execution.call import Call, Held, autocast, prepare
+from zonal.execution.call import Call, Held, lowered, prepare
 from zonal.execution.paths.chunked import check_memory, empty_memory
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
@@ -134,11 +134,9 @@ def attention(
         operator = mechanisms.resolve(operator)
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
+    q, k, v = lowered("attention", q, k, v)  # as torch's own attention does
     kind = q.device.type
-    lowered = torch.is_autocast_enabled(kind)
-    if lowered:  # as torch's own attention does
-        q, k, v = (autocast(x, kind) for x in (q, k, v))
-    with torch.autocast(kind, enabled=False) if lowered else contextlib.nullcontext():
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator,
             q,

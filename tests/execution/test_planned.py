@@ -91,6 +91,34 @@ def test_what_it_was_not_made_for_is_refused() -> None:
         zonal.plan("softmax", q.shape, k.shape, causal=True, path="chunked")
 
 
+def test_an_operator_that_has_moved_is_refused() -> None:
+    plan, tensors = made("ska(power=1)")
+    decoder = zonal.Memory.empty(plan.operator, 2, 2, 12, 12).decoder()
+    token = [x[:, :, :1] for x in tensors]
+    with torch.no_grad():
+        plan(*tensors), decoder.step(*token)
+        plan.operator.to("meta")
+        for call, run in (("plan", lambda: plan(*tensors)), ("Decoder.step", lambda: decoder.step(*token))):
+            with pytest.raises(ArgumentError, match=rf"^{call}: operator 'ska' was on cpu .* is on meta now\. Move it"):
+                run()
+
+
+def test_arguments_that_are_no_tensors_or_have_other_names_are_refused() -> None:
+    plan, (q, k, v) = made("softmax")
+    decoder = zonal.Memory.empty(plan.operator, 2, 2, 12, 12).decoder()
+    for call, run in (
+        ("plan", plan),
+        ("Decoder.step", decoder.step),
+        ("attention", lambda *x: zonal.attention(*x, "softmax")),
+    ):
+        with pytest.raises(ArgumentError, match=rf"^{call}: k must be a torch.Tensor, received list"):
+            run(q, k.tolist(), v)
+    with pytest.raises(ArgumentError, match=r"Decoder.step: there is no argument 'attention_mask'"):
+        decoder.step(q, k, v, attention_mask=None)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"Plan.__call__: there is no argument 'mask'.*key_padding_mask"):
+        plan(q, k, v, mask=None)  # type: ignore[call-arg]
+
+
 def test_it_says_what_explain_says() -> None:
     plan, (q, k, _) = made("sko")
     assert str(plan) == str(zonal.explain("sko", q.shape, k.shape, causal=True))

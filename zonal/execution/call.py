@@ -211,6 +211,20 @@ def autocast(x: Tensor, kind: str) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
+def lowered(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the type of torch.autocast where it is on.
+
+    Raises: ArgumentError, which begins with ``call``, for what is no tensor.
+    """
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch refuses to answer for meta
+        return q, k, v
+    return autocast(q, kind), autocast(k, kind), autocast(v, kind)
+
+
 def checked(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
 ) -> None:

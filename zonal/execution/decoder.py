@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, autocast, prepare, spread
+from zonal.execution.call import Call, lowered, prepare, spread
 from zonal.execution.paths.chunked import check_memory
-from zonal.execution.paths.steps import RidgeSteps, SumsSteps, numbers_of
+from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
 from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
@@ -30,10 +30,10 @@ class StepDecoder(Decoder):
         self._held: Memory = memory
         self._steps: SumsSteps | RidgeSteps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
+        self._devices = devices_of(memory.operator)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
+        q, k, v = lowered("Decoder.step", q, k, v)
         q, k = spread(q, k, v)
         steps = self._steps
         if steps is not None and given.nothing and steps.takes(q, k, v, scale):
@@ -80,6 +80,7 @@ class StepDecoder(Decoder):
                 "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on "
                 "all tokens."
             )
+        check_devices("Decoder.step", self.operator, self._devices)
         shapes = [x.shape for x in numbers_of(self.operator)]
         if shapes != self._shapes:
             raise ArgumentError(

@@ -9,9 +9,9 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, autocast, prepare
+from zonal.execution.call import Call, lowered, prepare
 from zonal.execution.explain import Explanation, explain
-from zonal.execution.paths.steps import Numbers
+from zonal.execution.paths.steps import Numbers, check_devices, devices_of
 from zonal.execution.plan import choose, run
 from zonal.execution.routes import Runner
 from zonal.kernels.op import plain
@@ -52,6 +52,7 @@ class Plan:
         )
         self.dtype: torch.dtype = getattr(torch, explanation.dtype)
         self._kernel: _Kernel | None = None
+        self._devices = devices_of(operator)
 
     @property
     def path(self) -> str:
@@ -63,22 +64,21 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan({self.operator.name!r}, {self.explanation.shape}, {self.explanation.plan.routes[0]})"
 
+    @known_names
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """y (B, H, T, P) of ``zonal.attention`` for tensors as the plan was made for, by the route that it chose.
 
-        Raises: ArgumentError for other shapes, another type or device, a mask where none was planned (or the reverse),
-            and gradients where none were planned.
+        Raises: ArgumentError for other shapes, another type or device, an operator that has moved to another device, a
+            mask where none was planned (or the reverse), and gradients where none were planned.
         """
         kernel = self._kernel
         if kernel is not None and key_padding_mask is None and self._plain(q, k, v) and kernel.fits(self.operator):
             y = kernel.run(q, k, v)
             if y is not None:
                 return y
-        kind = q.device.type
-        if kind == self.explanation.shape.device.type and torch.is_autocast_enabled(kind):
-            q, k, v = (autocast(x, kind) for x in (q, k, v))
+        q, k, v = lowered("plan", q, k, v)
         self._check(q, k, v, key_padding_mask)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             call = prepare(
                 self.operator, q, k, v, causal=self.causal, key_padding_mask=key_padding_mask, scale=self.scale
             )
@@ -114,6 +114,7 @@ class Plan:
             return None if found is None else _Kernel(found, Numbers(call.operator))
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        check_devices("plan", self.operator, self._devices)
         device = self.explanation.shape.device
         for name, x, shape in zip("qkv", (q, k, v), self.shapes, strict=True):
             if x.shape != shape or x.dtype != self.dtype or x.device.type != device.type:
@@ -124,9 +125,9 @@ class Plan:
                     "which plans each call."
                 )
         if (mask is not None) != self.explanation.shape.padded:
-            state = "with" if self.explanation.shape.padded else "without"
+            made, came = ("with", "none") if self.explanation.shape.padded else ("without", "one")
             raise ArgumentError(
-                f"plan: the plan was made {state} a key_padding_mask, and the call is not. "
+                f"plan: the plan was made {made} a key_padding_mask, and the call has {came}. "
                 f"Make another plan with key_padding={mask is not None}."
             )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.memory.form import Form
+from zonal.names import known_names
 
 
 class Given(NamedTuple):
@@ -46,6 +47,7 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def __init__(self, memory: Any) -> None: ...
 
+    @known_names
     def step(
         self,
         q: Tensor,

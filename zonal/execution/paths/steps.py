@@ -12,6 +12,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped, Fused
+from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.ridge import clipped_of, multiplied, query_scale
@@ -80,7 +81,7 @@ class Numbers:
             if isinstance(kept, Tensor):
                 if x.dtype is not kept.dtype or x.device != kept.device or not torch.equal(x, kept):
                     return True
-            elif x.numel() > _FEW or x.tolist() != kept:
+            elif x.numel() > _FEW or not x.is_cpu or x.tolist() != kept:
                 return True
         return False
 
@@ -98,6 +99,21 @@ def numbers_of(operator: Operator) -> list[Tensor]:
     # what a parametrization computes is no parameter of the module itself, which has one more module then
     values = learned.values() if learned._modules else learned._parameters.values()  # type: ignore[union-attr]
     return [*values, *drawn.values()]  # type: ignore[list-item]
+
+
+def devices_of(operator: Operator) -> list[torch.device]:
+    """Where each of ``numbers_of`` is."""
+    return [x.device for x in numbers_of(operator)]
+
+
+def check_devices(call: str, operator: Operator, before: list[torch.device]) -> None:
+    """Raise ArgumentError, which begins with ``call``, when an operator's numbers have left the devices ``before``."""
+    for was, now in zip(before, devices_of(operator), strict=False):
+        if was != now:
+            raise ArgumentError(
+                f"{call}: operator {operator.name!r} was on {was} when this was made, and is on {now} now. "
+                f"Move it back with operator.to({str(was)!r}), or start anew with the operator where it is."
+            )
 
 
 class Compiled:
