@@ -112,7 +112,7 @@ def test_attention_takes_the_planned_path(monkeypatch: pytest.MonkeyPatch) -> No
         seen = []
         route = next(route for route in ROUTES if route.path == path)
         route = replace(route, run=lambda call, path=path, seen=seen: (seen.append(path) or call.v, None))
-        made = plan.Choice(path, "because", (route,))
+        made = plan.Choice((route,), unranked="because")
         monkeypatch.setitem(inspect.unwrap(zonal.attention).__globals__, "choose", lambda call, path, made=made: made)
         zonal.attention(q, q, q, m.softmax(), causal=True)
         assert seen == [path]
@@ -354,7 +354,7 @@ def test_a_window_bounds_the_tiles() -> None:
 
 
 def test_double_precision_costs_more() -> None:
-    single = shape_of(call_of(m.softmax(), 1000))
+    single = shape_of(call_of(m.softmax(), 1000, heads=16, kv_heads=16))
     double = single._replace(itemsize=8)
     for path in ("dense", "tiled"):
         route = next(route for route in ROUTES if str(route) == f"{path}, torch")
@@ -457,5 +457,5 @@ def test_the_next_route_runs_where_a_kernel_cannot_be_built(monkeypatch: pytest.
 
     kernel = replace(torch_, name="C++", run=broken)
     with pytest.warns(UserWarning, match=r"torch's tiles run in place of the compiled kernel.*no room"):
-        y = plan.run(plan.Choice("tiled", "", (kernel, torch_)), call)[0]
+        y = plan.run(plan.Choice((kernel, torch_)), call)[0]
     assert torch.equal(y, torch_.run(call)[0])

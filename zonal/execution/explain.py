@@ -104,7 +104,7 @@ class Explanation:
             "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge,
             "decode": self.decode, "candidates": self.candidates,
             "coverage": None if self.coverage is None else asdict(self.coverage),
-            "estimates": [asdict(estimate) for estimate in self.plan.estimates],
+            "estimates": [estimate._asdict() for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {
                 "kind": self.memory_kind,

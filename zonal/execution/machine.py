@@ -1,4 +1,4 @@
-"""What this machine can do: four numbers measured once, by which the planner turns work into seconds.
+"""What this machine can do: five numbers measured once, by which the planner turns work into seconds.
 
 ``machine_for(device)`` reads them from the user's cache folder (ZONAL_CACHE names another one) or measures them in
 about a second and stores them, by machine, threads and torch version. The first process to finish wins and all use its
@@ -37,7 +37,9 @@ from zonal.execution.call import prepare
 from zonal.execution.paths import tile
 from zonal.kernels.build import BuildError
 
-SCHEMA = 5
+SCHEMA = 6
+LARGE = 32 << 20
+"""Bytes of a buffer from which on the C library takes it from the system anew each time, page by page."""
 # a torch call with the Python around it takes so many times a view, measured on short calls of every path
 _AROUND = 5.0
 
@@ -48,8 +50,8 @@ class Machine:
 
     name: of the processor or accelerator. threads: of torch on a CPU, multiprocessors of a CUDA device. torch: its
     version. products, compiled: multiply-adds per second of torch's matrix products and of compiled kernels, with all
-    threads. bandwidth: bytes per second of torch's elementwise operations, read and written. call: seconds of a torch
-    call that moves nothing, with the Python around it.
+    threads. bandwidth: bytes per second of torch's elementwise operations, read and written, on buffers below
+    ``LARGE``; fresh: the same above it. call: seconds of a torch call that moves nothing, with the Python around it.
     contended: the processor was busy, so that speeds of several threads are those of one thread scaled up.
     memory_bytes: what the device has. note: where the numbers come from; it does not count in comparisons.
     """
@@ -60,6 +62,7 @@ class Machine:
     products: float
     compiled: float
     bandwidth: float
+    fresh: float
     call: float
     contended: bool
     memory_bytes: int
@@ -102,8 +105,8 @@ class Machine:
 
 # A server processor with two threads, and a data-centre accelerator. They are used where nothing can be measured or
 # stored, so that the choice is still the same each time.
-TYPICAL_CPU = Machine("a typical processor", 2, "", 5e10, 8e10, 3e10, 8e-6, False, 8 << 30)
-TYPICAL_GPU = Machine("a typical accelerator", 1, "", 1e13, 1e13, 1e12, 1e-5, False, 16 << 30)
+TYPICAL_CPU = Machine("a typical processor", 2, "", 5e10, 8e10, 3e10, 4e9, 8e-6, False, 8 << 30)
+TYPICAL_GPU = Machine("a typical accelerator", 1, "", 1e13, 1e13, 1e12, 1e12, 1e-5, False, 16 << 30)
 
 
 def typical(device: torch.device, note: str) -> Machine:
@@ -160,15 +163,17 @@ def measure(device: torch.device, budget: float = 0.02) -> Machine:
     """Measure a device. ``budget``: seconds for one number. Nothing random is drawn."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         x = torch.full((8, 512, 64), 0.5, device=device, dtype=torch.float32)
-        numbers = torch.full((1 << 20,), 0.5, device=device, dtype=torch.float32)
+        large = torch.full((LARGE // 2,), 0.5, device=device, dtype=torch.float32)
+        numbers = large[: LARGE * 3 // 16]  # as large as buffers come that are used again
         call = _AROUND * _fastest(device, lambda: x[:, :2], budget)
         product, one = _with_threads(device, lambda: torch.matmul(x, x.mT), budget)
         passed, two = _with_threads(device, lambda: numbers + numbers, budget)
+        fresh = _fastest(device, lambda: large + large, budget)
         compiled, three = _compiled(device, budget)
     products = 8 * 512 * 512 * 64 / product
     return Machine(
         name(device), threads(device), torch.__version__, products, compiled or products * 1.6,
-        8.0 * numbers.numel() / passed, call, one or two or three, memory(device),
+        8.0 * numbers.numel() / passed, 8.0 * large.numel() / fresh, call, one or two or three, memory(device),
     )  # fmt: skip
 
 

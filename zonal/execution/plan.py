@@ -1,29 +1,30 @@
 """Which route runs a call, and why: of those that can run it and fit in memory, the one with the least estimated time.
 
 The time of a route is multiply-adds / rate + bytes / bandwidth + launches x overhead, from its ``Work`` and
-the machine.
+the machine. The bandwidth is that of fresh memory for routes whose buffers are large.
 """
 
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from zonal.errors import PathError, unknown_name
 from zonal.execution import machine as machines
 from zonal.execution.call import Call
-from zonal.execution.machine import Machine
+from zonal.execution.machine import LARGE, Machine
 from zonal.execution.paths.dense import dense
 from zonal.execution.routes import PATHS, Asked, Result, Route, asked
 from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.build import BuildError
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The predicted cost of one route, backward included where the call needs gradients.
 
     flops: two per multiply-add. bytes_moved: read and written. calls: torch calls or kernel launches. peak_bytes: the
@@ -41,19 +42,48 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen path and the reason in a sentence.
+    """The routes that can run a call, the chosen one first, and why. Reasons are written when they are asked for.
 
-    routes: those that can run the call, the chosen one first. estimates: one per route, in the same order.
-    refused: path -> why it cannot run the call, or does not fit in memory. without: route -> why
-    another of its path runs.
+    estimates: one per path, in the order of the routes; none where the routes were not ranked.
+    found: what the table said of the call. available: bytes that a route may use.
+    unranked: the reason where the routes were not ranked.
     """
 
-    path: str
-    reason: str
-    routes: tuple[Route, ...] = field(default=(), compare=False)
+    routes: tuple[Route, ...] = field(compare=False)
     estimates: tuple[Estimate, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    without: Mapping[str, str] = field(default_factory=dict)
+    found: Asked = field(default=Asked((), {}, {}), compare=False)
+    available: int = 0
+    unranked: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.routes[0].path
+
+    @cached_property
+    def reason(self) -> str:
+        """Why the first route runs, in a sentence."""
+        if self.unranked:
+            return self.unranked
+        fitting = [estimate for estimate in self.estimates if estimate.peak_bytes <= self.available]
+        if fitting:
+            return _reason(fitting)
+        least = self.estimates[0].peak_bytes
+        return f"no path fits in the {self.available:,} bytes available; this one needs least, about {least:,}"
+
+    @cached_property
+    def refused(self) -> Mapping[str, str]:
+        """path -> why it cannot run the call, or does not fit in memory."""
+        large = {
+            e.path: f"it needs about {e.peak_bytes:,} bytes and {self.available:,} are available"
+            for e in self.estimates[1:]
+            if e.peak_bytes > self.available
+        }
+        return MappingProxyType({**self.found.refused, **large})
+
+    @property
+    def without(self) -> Mapping[str, str]:
+        """route that refuses -> why another of its path runs."""
+        return MappingProxyType({str(route): why for route, why in self.found.without.items()})
 
 
 def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, available: int | None = None) -> Choice:
@@ -74,8 +104,7 @@ def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, av
     if torch.compiler.is_compiling():
         return _traced(found)
     if path != "auto":  # the first of its routes: what is compiled comes before torch
-        without = {str(route): why for route, why in found.without.items()}
-        return Choice(path, f"path={path!r} was asked for", found.routes, without=without)
+        return Choice(found.routes, found=found, unranked=f"path={path!r} was asked for")
     machine = machines.machine_for(call.device) if machine is None else machine
     return ranked(shape_of(call), found, machine, available)
 
@@ -100,7 +129,7 @@ def _traced(found: Asked) -> Choice:
     order = ("chunked", "dense", "tiled", "streaming", "sparse")
     first = [*tiles, *(route for path in order for route in found.routes if route.path == path)][0]
     reason = "a traced call takes the compiled kernel of tiles where it can, else chunked, else dense"
-    return Choice(first.path, reason, (first,), refused=found.refused)
+    return Choice((first,), found=found, unranked=reason)
 
 
 def seconds(route: Route, shape: Shape, machine: Machine) -> Estimate:
@@ -109,47 +138,43 @@ def seconds(route: Route, shape: Shape, machine: Machine) -> Estimate:
     rate = machine.rate(route.rate, route.compiled) * 4 / shape.itemsize
     # whole rounds of tasks: three on two threads take as long as four
     idle = 1.0 if work.tasks > 64 else machine.threads * math.ceil(work.tasks / machine.threads) / max(work.tasks, 1)
-    took = work.multiply_adds * idle / rate + work.bytes / machine.bandwidth + work.launches * machine.call
+    bandwidth = machine.bandwidth if work.buffer < LARGE else machine.fresh
+    took = work.multiply_adds * idle / rate + work.bytes / bandwidth + work.launches * machine.call
     return Estimate(
         route.path, route.name, took, 2 * work.multiply_adds, work.bytes, round(work.launches), round(work.peak_bytes)
     )
 
 
 def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None = None) -> Choice:
-    """The choice among routes that can run a call."""
-    both = sorted(((route, seconds(route, shape, machine)) for route in found.routes), key=lambda pair: pair[1].seconds)
+    """The choice among paths that can run a call: the fastest first, and those that do not fit in memory last.
+
+    A path is estimated by its first route that can run the call: compiled routes come before torch in the table.
+    """
+    paths: dict[str, list[Route]] = {}
+    for route in found.routes:
+        paths.setdefault(route.path, []).append(route)
+    estimates = sorted((seconds(routes[0], shape, machine) for routes in paths.values()), key=lambda e: e.seconds)
+    most = max(estimate.peak_bytes for estimate in estimates)
     if available is None:
         available = machine.memory_bytes
         # asking the system costs more than a short call; below a sixteenth of all memory the answer cannot matter
-        if max(estimate.peak_bytes for _, estimate in both) * 16 > available:
+        if most * 16 > available:
             free = machines.free_memory(shape.device)
             available = available if free is None else free
-    fitting = [pair for pair in both if pair[1].peak_bytes <= available]
-    refused = dict(found.refused)
-    for path in dict.fromkeys(estimate.path for _, estimate in both):
-        if all(estimate.path != path for _, estimate in fitting):
-            least = min(estimate.peak_bytes for _, estimate in both if estimate.path == path)
-            refused[path] = f"it needs about {least:,} bytes and {available:,} are available"
-    without = {str(route): why for route, why in found.without.items()}
-    if fitting:
-        reason = _reason([estimate for _, estimate in fitting])
-        both = fitting + [pair for pair in both if pair not in fitting]
-    else:
-        both = sorted(both, key=lambda pair: pair[1].peak_bytes)
-        least = both[0][1]
-        reason = f"no path fits in the {available:,} bytes available; this one needs least, about {least.peak_bytes:,}"
-        refused.pop(least.path)
-    return Choice(
-        both[0][0].path, reason, tuple(route for route, _ in both), tuple(estimate for _, estimate in both),
-        MappingProxyType(refused), MappingProxyType(without),
-    )  # fmt: skip
+    if most > available:
+        if all(estimate.peak_bytes > available for estimate in estimates):
+            estimates.sort(key=lambda e: e.peak_bytes)
+        else:
+            estimates.sort(key=lambda e: e.peak_bytes > available)
+    routes = tuple(route for estimate in estimates for route in paths[estimate.path])
+    return Choice(routes, tuple(estimates), found, available)
 
 
 def _reason(fitting: list[Estimate]) -> str:
     best = fitting[0]
-    other = next((estimate for estimate in fitting if estimate.path != best.path), None)
-    if other is None:
+    if len(fitting) == 1:
         return "the only path that can run this call and fits in memory"
+    other = fitting[1]
     why = []
     for mine, theirs, what in (
         (best.flops, other.flops, "fewer operations"), (best.bytes_moved, other.bytes_moved, "less memory moved"),

@@ -21,25 +21,36 @@ from zonal.memory.whitened import width_of
 
 # Costs of elementwise torch calls, relative to an addition: masked fill, search for the k-th largest.
 _SELECT, _TOP = 5.0, 60.0
+# the most torch calls that score, link and log prior of a block take
+_CALLS = 20.0
 # In compiled kernels, multiply-adds per pair of tokens: an exponential; the roots and logarithms of distances by kind.
 _EXPONENTIAL = 7.0
 _DISTANCES = {"euclidean": 3.0, "squared": 1.0, "sphere": 6.0, "hyperbolic": 13.0, "product": 0.0}
+# A compiled kernel reads tokens row by row and packs them, which takes as long as so many passes of torch.
+_PACKED = 4.0
 # queries that the compiled kernels of tiles and sums take together, and the keys of a block of the sums
 _COLUMN, _BLOCK = 16, 64
+# rows from which on torch's products read matrices at the full bandwidth
+_FEW = 16
 # multiply-adds that a feature of a token costs by itself in the kernel of sums
 _FEATURE = 8.0
+# multiply-adds that a token of a head costs by itself in the kernel of sums
+_TOKEN = 3000.0
 # Iterations of a plan and of its gradient's linear system. The true numbers depend on the scores: these are guesses.
 _ITERATIONS, _SOLVES = 10, 8
 
 
 class Work(NamedTuple):
-    """What a route does for a call. tasks: independent parts that threads can share."""
+    """What a route does for a call. tasks: independent parts that threads can share. buffer: bytes of the largest
+    buffer that is made anew at every step.
+    """
 
     multiply_adds: float
     bytes: float
     peak_bytes: float
     launches: float
     tasks: float = math.inf
+    buffer: float = 0.0
 
 
 # -- every pair of query and key -------------------------------------------------------------------
@@ -64,13 +75,17 @@ def _joined(s: Shape) -> tuple[float, float, float]:
 
 
 def _tokens(s: Shape) -> float:
-    """Numbers that torch moves for the tokens themselves. Products read them once. A score that changes keys takes two
-    norms of queries and keys, and divides twice.
+    """Numbers that torch moves for the tokens themselves.
+
+    Products of few rows read keys and values several times slower than others. A score that changes keys takes norms of
+    queries and keys and divides; reductions over short rows take as long as several passes. A distance maps its points.
     """
-    vectors = s.batch * float(s.heads * s.queries + s.kv_heads * s.keys)
-    past = s.past * (s.kind == "keys")
-    prepared = 0.0 if s.bound.score.keeps_keys else 6.0 * vectors * s.dim
-    return vectors * s.dim + s.batch * s.kv_heads * (past * s.dim + (s.keys + past) * s.value_dim) + prepared
+    score, queries, keys = s.bound.score, s.batch * s.heads * s.queries, s.batch * s.kv_heads * s.keys
+    held = keys + s.batch * s.kv_heads * s.past * (s.kind == "keys")
+    read = (3.0 if s.queries < _FEW else 1.0) * held * (s.dim + s.value_dim) + queries * s.dim
+    if not score.bilinear:
+        return read + 30.0 * (queries + held) * s.dim
+    return read if score.keeps_keys else read + 10.0 * (queries + keys) * s.dim
 
 
 def dense(s: Shape) -> Work:
@@ -80,7 +95,7 @@ def dense(s: Shape) -> Work:
     multiply_adds = n * float(s.dim + s.value_dim) * s.back
     steps = 3 + 2 * _SELECT + s.steps + 2 * s.tags.normalises
     live = 2.0 + (1 if s.tags.log_space else link.operations > 2 and not s.coefficients) + 2 * s.biased
-    calls = 36.0 + s.steps
+    calls = 36.0 + min(s.steps, _CALLS)
     kept = 0.0
     if s.tags.top:
         steps, live = steps + _TOP, live + 2
@@ -101,7 +116,8 @@ def dense(s: Shape) -> Work:
     peak = (live * n + small) * s.itemsize + 2.0 * (s.batch if s.padded else 1) * s.queries * keys
     taken, copied, joins = _joined(s)
     moved = (2 * steps * n + small) * (2 if s.gradients else 1) + copied + _tokens(s) * s.back
-    return Work(multiply_adds + taken, moved * s.itemsize, peak, calls + joins)
+    buffer = max(n, live * n / 2) * s.itemsize  # the heap gives back what is free beyond twice a large buffer
+    return Work(multiply_adds + taken, moved * s.itemsize, peak, calls + joins, buffer=buffer)
 
 
 def _dense_solve(s: Shape, keys: int) -> tuple[float, float, float, float]:
@@ -134,7 +150,7 @@ def tiles(s: Shape) -> Work:
     multiply_adds = n * (s.dim + s.value_dim) * (3.5 if s.gradients else 1.0)
     steps = s.steps + 3 + 0.5 * s.tied + s.padded * _SELECT + (_TOP + s.steps) * (s.tags.top > 0)
     steps += s.gradients * (2 * s.steps + 8)
-    calls = count * (34 + 2 * s.steps) * (2.6 if s.gradients else 1.0) + 36.0 * -(-s.queries // rows)
+    calls = count * (34 + 2 * min(s.steps, _CALLS)) * (2.6 if s.gradients else 1.0) + 36.0 * -(-s.queries // rows)
     tile = batch * s.heads * rows * columns
     buffers = 1.5 if s.tags.log_space else 2.0
     out = batch * s.heads * min(rows, s.queries) * s.value_dim
@@ -168,8 +184,8 @@ def compiled_tiles(s: Shape) -> Work:
         peak += heads * s.queries * s.dim + s.batch * s.kv_heads * keys * (s.dim + s.value_dim)
     tasks = heads * -(-s.queries // _COLUMN)
     taken, copied, joins = _joined(s)
-    moved = s.itemsize * (moved * s.back + copied)
-    return Work(multiply_adds + taken, moved, peak * s.itemsize, 12.0 + joins + 30 * s.gradients, tasks)
+    moved = s.itemsize * (_PACKED * moved * s.back + copied)
+    return Work(multiply_adds + taken, moved, peak * s.itemsize, 16.0 + joins + 150 * s.gradients, tasks)
 
 
 def distances(s: Shape) -> Work:
@@ -178,7 +194,8 @@ def distances(s: Shape) -> Work:
     found = compiled_tiles(s)
     pairs = s.batch * s.heads * (s.pairs + _COLUMN / 2 * s.tied * s.queries)
     more = sum(term.size for term in terms) + sum(_DISTANCES[term.kind] for term in terms)
-    return found._replace(multiply_adds=found.multiply_adds + pairs * more * s.back)
+    launches = found.launches + 12 + 180 * s.gradients
+    return found._replace(multiply_adds=found.multiply_adds + pairs * more * s.back, launches=launches)
 
 
 def transport(s: Shape, once: Work, sums: Work) -> Work:
@@ -259,14 +276,16 @@ def compiled_sums(s: Shape) -> Work:
     numbers = s.batch * (s.heads * s.queries + s.kv_heads * s.keys) * (s.dim + s.value_dim)
     state = kv * features * float(s.width)
     tasks = kv * s.documents
-    moved = numbers + (4 * state if s.past or s.keeps else 0)
+    moved = _PACKED * numbers + (2 * state if s.past or s.keeps else 0)
     peak = s.batch * s.heads * s.queries * (s.value_dim + 1.0) + state * (s.keeps + 1 / max(kv, 1))
     if s.gradients:
         peak += s.batch * (s.heads * s.queries * s.dim + s.kv_heads * s.keys * (s.dim + s.value_dim))
     multiply_adds = kv * s.documents * (done + s.gradients * back)
+    multiply_adds += _TOKEN * s.batch * (s.heads * s.queries + s.kv_heads * s.keys) * s.back
     # where there are few heads the kernel shares out the values of each
     tasks = tasks * max(1, s.value_dim // 8) if tasks < 8 else tasks
-    return Work(multiply_adds, s.itemsize * moved * s.back, peak * s.itemsize, 15.0 + 30 * s.gradients, tasks)
+    launches = 33.0 + 200 * s.gradients
+    return Work(multiply_adds, s.itemsize * moved * s.back, peak * s.itemsize, launches, tasks)
 
 
 def sums(s: Shape) -> Work:
@@ -279,7 +298,7 @@ def sums(s: Shape) -> Work:
     block = block_size(found, (s.batch, s.heads, length, s.dim, s.value_dim), fresh)
     block = block if s.chunk is None else s.chunk * max(1, block // s.chunk)
     blocks = max(-(-length // block), 1) * min(s.documents, 8)
-    carried = 0.0 if block >= length and fresh else 1.0
+    carried = 0.0 if block >= length and fresh and s.queries >= s.keys else 1.0
     rows, state = min(s.queries, s.keys) if s.tied else s.queries, kv * features * float(s.width)
     near = heads * rows * min(block, length) * (1.0 if s.tied else 0.0)
     written = carried * (kv * s.keys + heads * rows)
@@ -298,7 +317,8 @@ def sums(s: Shape) -> Work:
         peak += heads * s.queries * (s.dim + s.width) + kv * s.keys * (s.dim + s.width)
         peak += state * (kept + 3) * carried + 2 * scratch
         calls, steps = calls * 3.0, steps * 3.0
-    return Work(multiply_adds * s.back, (2 * steps + _tokens(s) * s.back) * s.itemsize, peak * s.itemsize, calls)
+    moved = (2 * steps + _tokens(s) * s.back) * s.itemsize
+    return Work(multiply_adds * s.back, moved, peak * s.itemsize, calls, buffer=scratch * s.itemsize)
 
 
 # -- ridge and Koopman read-outs -------------------------------------------------------------------
@@ -337,7 +357,7 @@ def compiled_ridge(s: Shape) -> Work:
     vectors = s.batch * (s.heads * s.queries + s.kv_heads * s.keys)
     multiply_adds = kv * done + _lifting(s, vectors)
     state = rank * (3.0 * rank + width + (shifts > 0) * rank)
-    launches = 15.0 + 30 * s.gradients
+    launches = 30.0 + 190 * s.gradients
     if s.keeps:  # the memory takes in the tokens by products of torch in float64
         multiply_adds += 2.0 * kv * s.keys * rank * (rank * (1 + (shifts > 0)) + width)
         launches += 40
@@ -345,7 +365,9 @@ def compiled_ridge(s: Shape) -> Work:
     if s.gradients:
         peak += s.batch * s.heads * s.queries * rank + kv * s.keys * (rank + width)
         peak += 4.0 * (shifts + 1) * s.groups * s.keys / s.documents * rank
-    moved = s.itemsize * vectors * (rank + width) * s.back
+    moved = _PACKED * s.itemsize * vectors * (rank + width) * s.back
+    if s.past or s.keeps:  # sums are read and written in float64
+        moved += 64.0 * kv * state
     return Work(multiply_adds, moved, peak * s.itemsize, launches, kv * s.documents)
 
 
@@ -373,7 +395,7 @@ def ridge(s: Shape) -> Work:
     done = batch * factor + kv * (sums_of_keys + rows * each * s.back)
     held = batch * (2.0 * rank * rank + rank * width + size * rank + s.groups * size * rank)
     held += batch * s.groups * size * half
-    calls = 90.0 + (18 if not outright else 0) * blocks * min(s.documents, 8) + 40 * shifts
+    calls = 90.0 + (18 if not outright else 0) * blocks * min(s.documents, 8) + 40 * shifts + 90 * s.keeps
     peak = held + kv * keys * rank + heads * s.queries * width
     if s.gradients:
         peak += (1 + shifts) * batch * (1.5 * s.groups * size * half + 2 * s.groups * size * rank + rank * width)
@@ -414,9 +436,12 @@ def steps(s: Shape) -> Work:
             done += square * (s.dim + held / 6 + 1 + s.tags.shifts) * back
             row += 2 * square * s.steps
         keys = kv * (s.past + s.keys) * (s.dim + s.value_dim) * (2.0 if s.gradients else 4.0)
-        row += (s.groups > 1) * heads * seen * tokens * (s.dim + s.value_dim) + keys / 2
+        row += (s.groups > 1) * heads * seen * tokens * (s.dim + s.value_dim)
         kept = tokens * (keys / 2 + 6 * heads * seen) if s.gradients else 4 * heads * seen
-        return Work(done, 2 * row * s.itemsize, (out + keys + kept) * s.itemsize, calls)
+        # a memory begun here takes a new buffer for its keys
+        begun = 0.0 if s.past else keys
+        moved = 2 * row + begun + _tokens(s) * max(tokens, 1) * back
+        return Work(done, moved * s.itemsize, (out + keys + kept) * s.itemsize, calls, buffer=begun * s.itemsize / 2)
     if s.tags.solves:
         rank, shifts = _rank(s), s.tags.shifts
         square, itemsize = kv * float(rank * rank), 8
@@ -427,7 +452,7 @@ def steps(s: Shape) -> Work:
         row = tokens * square * (6 + 2 * shifts) * back
         peak = out / 2 + square * (8.0 + 2.5 * tokens * s.gradients) + kv * prefix * (rank + s.value_dim)
         peak += kv * s.value_dim * rank * (2.0 + tokens * s.gradients)
-        calls = tokens * (60.0 + 12 * shifts + 40 * s.tags.decays) * (1 + 1.4 * s.gradients) + 60
+        calls = tokens * (50.0 + 12 * shifts + 40 * s.tags.decays) * (1 + 1.4 * s.gradients) + 10
         return Work(done, 2 * row * itemsize, peak * itemsize, calls)
     features, trivial = _features(s)
     state = kv * features * float(s.width)
@@ -437,7 +462,8 @@ def steps(s: Shape) -> Work:
     peak = out / 2 + state * (3.0 + (2.0 if trivial else 0.5) * tokens * s.gradients) + heads * features * 3.0
     peak += kv * features * min(prefix, 4096)
     calls = tokens * (30.0 if trivial else 55.0) * (1 + 2 * s.gradients) + 40
-    return Work(done, 2 * row * itemsize, peak * itemsize, calls)
+    moved = 2 * row + (8.0 * kv * prefix * features + _tokens(s)) * back
+    return Work(done, moved * itemsize, peak * itemsize, calls)
 
 
 def compiled_steps(s: Shape) -> Work:
@@ -445,7 +471,7 @@ def compiled_steps(s: Shape) -> Work:
     features, heads, kv = _features(s)[0], s.batch * s.heads, s.batch * s.kv_heads
     state = kv * features * float(s.width)
     done = s.queries * (kv + heads) * features * float(s.width)
-    return Work(done, 2 * state * 4, (2 * state + heads * s.queries * s.value_dim) * 4, 8.0, kv)
+    return Work(done, 2 * state * 4, (2 * state + heads * s.queries * s.value_dim) * 4, 17.0, kv)
 
 
 def compiled_ridge_steps(s: Shape) -> Work:
@@ -454,7 +480,7 @@ def compiled_ridge_steps(s: Shape) -> Work:
     state = kv * rank * (2.0 * rank + s.value_dim + rank * (shifts > 0))
     read = s.batch * s.heads * rank * ((1 + 2 * shifts) * rank + s.value_dim)
     done = 2 * s.queries * (state + kv * rank * rank + read) + (0 if s.past else 12.0 * kv * rank**3)
-    return Work(done, 16 * state, 32 * state, 10.0, kv)
+    return Work(done, 64 * state, 32 * state, 20.0, kv)  # sums are written to a new place
 
 
 def _searched(s: Shape) -> tuple[LSH, float]:

@@ -74,6 +74,9 @@ class Euclidean(Metric):
     curvature: ClassVar[int | None] = 0
     eps: float = 1e-4
 
+    def passes(self, dim: int) -> int:
+        return 12
+
     def __post_init__(self) -> None:
         require(
             self.eps > 0,

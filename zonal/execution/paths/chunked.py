@@ -104,8 +104,9 @@ def chunked(
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
     """The memory of a call's operator before its first token. ``dtype`` of keys and values: by default the result's."""
-    batch, heads = call.k.shape[:2]
-    return Memory.empty(call.operator, batch, heads, call.head_dim, call.v.shape[3], dtype or call.dtype, call.k.device)
+    batch, _, _, _, _, value_dim = call.shape
+    heads = call.bound.kv_heads
+    return Memory.empty(call.operator, batch, heads, call.head_dim, value_dim, dtype or call.dtype, call.device)
 
 
 def tail(call: Call, first: int) -> Call:
@@ -134,30 +135,26 @@ def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
 
 def check_memory(call: Call, memory: Memory) -> None:
     """Raise ArgumentError unless the call can go on from the memory."""
-    if call.causal and memory.count and call.q.shape[2] != call.k.shape[2]:
+    batch, _, queries, keys, _, value_dim = call.shape
+    if call.causal and memory.count and queries != keys:
         raise ArgumentError(
             "attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, "
-            f"received {call.q.shape[2]} and {call.k.shape[2]}."
+            f"received {queries} and {keys}."
         )
     if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
-        first = max(0, memory.count + call.k.shape[2] - call.q.shape[2] - memory.reach + 1)
+        first = max(0, memory.count + keys - queries - memory.reach + 1)
         gone = memory.count - (memory.end - memory.begin)
         if first < gone:
             raise ArgumentError(
-                f"attention: the first of {call.q.shape[2]} queries sees keys from token {first} on, "
+                f"attention: the first of {queries} queries sees keys from token {first} on, "
                 f"but a memory with a window has dropped the first {gone}. "
                 "Pass at most as many queries as new keys, or all keys at once without a memory."
             )
-    form = memory.form
-    if (form.batch, form.heads, form.key_dim, form.value_dim) != (
-        call.k.shape[0],
-        call.k.shape[1],
-        call.head_dim,
-        call.v.shape[3],
-    ):
+    wanted = batch, call.bound.kv_heads, call.head_dim, value_dim
+    if tuple(memory.form[:4]) != wanted:
         raise ArgumentError(
-            f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(form[:4])}, "
-            f"the call has {(call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3])}."
+            f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(memory.form[:4])}, "
+            f"the call has {wanted}."
         )
 
 
