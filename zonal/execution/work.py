@@ -276,7 +276,7 @@ def compiled_sums(s: Shape) -> Work:
     numbers = s.batch * (s.heads * s.queries + s.kv_heads * s.keys) * (s.dim + s.value_dim)
     state = kv * features * float(s.width)
     tasks = kv * s.documents
-    moved = _PACKED * numbers + (2 * state if s.past or s.keeps else 0)
+    moved = _PACKED * numbers + (6 * state if s.past or s.keeps else 0)
     peak = s.batch * s.heads * s.queries * (s.value_dim + 1.0) + state * (s.keeps + 1 / max(kv, 1))
     if s.gradients:
         peak += s.batch * (s.heads * s.queries * s.dim + s.kv_heads * s.keys * (s.dim + s.value_dim))
