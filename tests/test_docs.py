@@ -22,7 +22,7 @@ from matrix import DECLARED, OPERATORS
 
 from benchmarks import koopman_picture
 from tools import pages
-from zonal import mechanisms
+from zonal import mechanisms, nn
 from zonal.cli import parse
 from zonal.cli.app import COMMANDS, read
 from zonal.errors import ArgumentError
@@ -164,16 +164,18 @@ def test_every_mechanism_has_a_page_and_a_row(name: str) -> None:
     assert any(row == name or row.startswith(f"{name}-") for row in OPERATORS)
 
 
-@pytest.mark.parametrize("name", mechanisms.names())
+@pytest.mark.parametrize("name", [*mechanisms.names(), "layer"])
 def test_pages_name_every_argument(name: str) -> None:
     """The table of arguments is the signature, with the same default values."""
-    page = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
+    layer = name == "layer"
+    page = (ROOT / "docs" / ("" if layer else "mechanisms") / f"{name}.md").read_text(encoding="utf-8")
     section = page.partition("## Arguments")[2].partition("\n## ")[0]
-    found = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, flags=re.MULTILINE))
-    parameters = inspect.signature(getattr(mechanisms, name)).parameters
+    found = dict(re.findall(r"^\| `(\w+)` \| (`.*?`|required) \|", section, flags=re.MULTILINE))
+    parameters = inspect.signature(nn.Attention if layer else getattr(mechanisms, name)).parameters
     assert list(found) == list(parameters)
     for argument, value in found.items():
-        assert ast.literal_eval(value) == parameters[argument].default, argument
+        default = inspect.Parameter.empty if value == "required" else ast.literal_eval(value.strip("`"))
+        assert default == parameters[argument].default, argument
 
 
 def test_no_page_without_a_mechanism() -> None:

@@ -35,7 +35,8 @@ LAYERS = [
     if isinstance(cls, type) and issubclass(cls, nn.TokenMixer) and cls is not nn.TokenMixer
 ]
 ENTRIES = [
-    attention, zonal.explain, zonal.potentials, Memory.empty, Memory.absorb, Memory.absorb_, Memory.merge,
+    attention, zonal.explain, zonal.plan, zonal.Plan.__call__, zonal.Decoder.step, zonal.potentials,
+    Memory.empty, Memory.absorb, Memory.absorb_, Memory.merge,
     Readable.read, *LAYERS, nn.Block,
     *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward,
     models.CausalLM.generate, models.CausalLM.prefill,
