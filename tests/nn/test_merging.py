@@ -195,8 +195,8 @@ def test_schedules():
             lambda: layer("ridge")(tokens(), mass=torch.ones(2, 13)),
             "operator 'ridge' has Ridge. Use one of those, or no merging",
         ),
-        (lambda: layer(rotary=True)(tokens(), mass=torch.ones(2, 13)), "no one place"),
-        (lambda: layer(m.softmax(prior=prior.Window(3)))(tokens(), mass=torch.ones(2, 13)), "no one place"),
+        (lambda: layer(rotary=True)(tokens(), mass=torch.ones(2, 13)), "no single position"),
+        (lambda: layer(m.softmax(prior=prior.Window(3)))(tokens(), mass=torch.ones(2, 13)), "no single position"),
         (lambda: layer()(tokens(), mass=torch.ones(2, 12)), r"floating numbers of shape \(2, 13\)"),
         (
             lambda: layer()(tokens(), mass=torch.ones(2, 13), key_padding_mask=torch.ones(2, 13, dtype=torch.bool)),

@@ -1,5 +1,5 @@
-"""Models: the causal language model, its config, the encoder and the vision transformer, and initial weights that do
-not depend on the operator.
+"""Models: the causal language model and its config, encoders of text and images, conversion of Hugging Face models, and
+initial weights that do not depend on the operator.
 """
 
 from zonal.models import hugging_face

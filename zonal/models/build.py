@@ -1,4 +1,4 @@
-"""A model from its config and a seed, when its weights fit into memory."""
+"""Builds a model from its config and a seed, if its weights fit into memory."""
 
 import dataclasses
 from collections import Counter
@@ -14,14 +14,15 @@ from zonal.names import known_names
 
 @known_names
 def build(config: ModelConfig, seed: int) -> CausalLM:
-    """A model whose initial weights are a function of (config, seed) alone.
+    """A model whose initial weights depend only on (config, seed).
 
-    Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
-    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn
-    starts as it is declared. torch's global generator is left as it was.
+    Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name), so two configs that differ in
+    operators share all weights of equal name and shape. Random features of operators follow the seed; other learned
+    parameters of operators start at their declared values. torch's global generator is not used.
 
-    Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory,
-        before any is asked for.
+    Raises:
+        ArgumentError: sizes do not fit.
+        InsufficientMemoryError: the weights do not fit into memory. It is raised before any memory is allocated.
     """
     with torch.random.fork_rng(devices=[]):
         device_memory.require(

@@ -1,4 +1,4 @@
-"""The causal language model: a token mixer a layer, everything else shared."""
+"""The causal language model: one token mixer per layer; everything else is shared by all operators."""
 
 import functools
 import os
@@ -27,9 +27,11 @@ FINISHED = -1
 
 
 class Predictions(NamedTuple):
-    """What the model says at the N supervised positions.
+    """The predictions at the N supervised positions, in reading order.
 
-    predicted (N,), target (N,): token ids. row (N,): which sequence of the batch. loss (N,): nats, float32 or better.
+    predicted, target: token ids, (N,).
+    row: the sequence of each position in the batch, (N,).
+    loss: in nats, (N,), float32 or better.
     """
 
     predicted: Tensor
@@ -39,9 +41,11 @@ class Predictions(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """A text that goes on: what was drawn, and where it stands.
+    """A continuation, and the state after it.
 
-    tokens (B, n): −1 in rows after their stop. logits (B, V): what comes next. memory: after all of these tokens.
+    tokens: (B, n), −1 in rows after their stop.
+    logits: (B, V), for the next token.
+    memory: after all of these tokens.
     """
 
     tokens: Tensor
@@ -51,10 +55,16 @@ class Continued(NamedTuple):
 
 @known_names
 class CausalLM(nn.Module):
-    """Embedding, residual blocks, norm, head.
+    """Embedding, residual blocks, norm, output head.
 
-    Built by ``zonal.models.build(config, seed)`` when the initial weights are to be the same for every operator; the
-    constructor alone draws them from torch's global generator.
+    ``zonal.models.build(config, seed)`` makes a model whose initial weights are the same for every operator. The
+    constructor draws them from torch's global generator.
+
+    Args:
+        config: the shape of the model.
+
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -98,8 +108,8 @@ class CausalLM(nn.Module):
         )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified
-        name.
+        """Draw all weights, and the random features of operators. With a seed, each is drawn from a stream named by its
+        qualified name.
         """
         config = self.config
         draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
@@ -124,8 +134,11 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V).
 
-        Masks and path as in ``nn.Attention``; action_mask for layers with ridge and Koopman read-outs, beside
-        ``silent_tokens``.
+        Masks and path are those of ``TokenMixer.forward``. action_mask: bool (B, T), False for tokens that ridge and
+        Koopman read-outs read but do not store, in addition to ``silent_tokens``.
+
+        Raises:
+            ArgumentError: tokens or masks do not fit.
         """
         return self._logits(
             self.hidden(
@@ -142,7 +155,7 @@ class CausalLM(nn.Module):
         path: str = "auto",
         action_mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> what the head reads, (B, T, dim)."""
+        """tokens (B, T) -> the input of the output head, (B, T, dim). Arguments as in ``forward``."""
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens, action_mask)
         for block in self.blocks:
@@ -165,9 +178,14 @@ class CausalLM(nn.Module):
 
         Args:
             tokens: (B, T).
-            targets: (B, T), the token to predict at each position; −100 = not supervised. The head is not run there.
+            targets: int64 (B, T), the token to predict at each position. −100: not supervised; the head does not run
+                there.
+            key_padding_mask, cu_seqlens, path: as in ``forward``.
 
         Returns: the sum in nats (a scalar, float32 or better) and the number of supervised positions.
+
+        Raises:
+            ArgumentError: shapes or tokens do not fit.
         """
         supervised = self._supervised("loss", tokens, targets)
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
@@ -184,10 +202,11 @@ class CausalLM(nn.Module):
         path: str = "auto",
         piece: int | None = None,
     ) -> Predictions:
-        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``.
+        """The most likely token and the loss at every supervised position. Arguments as in ``loss``, and this:
 
-        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The
-        result is the same but for rounding; no more than a piece and the memory are held.
+        Args:
+            piece: read this many tokens at a time, each piece from the memory of those before. None: read all at once.
+                The results differ only by rounding; pieces bound the memory that reading takes.
         """
         supervised = self._supervised("predict", tokens, targets)
         if piece is None or piece >= tokens.shape[1]:
@@ -213,8 +232,9 @@ class CausalLM(nn.Module):
         *,
         position: int = 0,
     ) -> ModelMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's. position: of
-        their first token.
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the model.
+        position:
+        the position of the first token.
         """
         layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
         return ModelMemory(tuple(layer.at(position) for layer in layers) if position else layers, self._origin())
@@ -229,15 +249,18 @@ class CausalLM(nn.Module):
         last_only: bool = False,
         path: str = "auto",
     ) -> tuple[Tensor, ModelMemory]:
-        """Read tokens after those in the memory: one or many.
+        """Read one token or more after those in the memory, without gradients.
 
         Args:
             tokens: (B, T).
-            memory: what came before; it is not changed.
-            key_padding_mask: (B, T), True = real token.
-            last_only: run the head at the last position alone.
+            memory: the past. It is not changed.
+            key_padding_mask: bool (B, T), True for a real token.
+            last_only: run the output head only at the last position.
 
-        Returns: logits (B, T, V), or (B, 1, V) with ``last_only``, and the memory after the tokens. Without gradients.
+        Returns: logits (B, T, V), or (B, 1, V) with ``last_only``, and the memory after the tokens.
+
+        Raises:
+            ArgumentError: tokens or the memory do not fit the model.
         """
         if len(memory.layers) != len(self.blocks):
             raise ArgumentError(
@@ -248,10 +271,8 @@ class CausalLM(nn.Module):
         return logits, ModelMemory(after, memory.origin)  # type: ignore[arg-type]
 
     def decoder(self, memory: ModelMemory) -> ModelDecoder:
-        """What goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by
-        ``decoder.memory()``.
-
-        The memory stays.
+        """A decoder that continues from a memory, token by token and in place: ``logits = decoder.step(tokens)``.
+        ``decoder.memory()`` returns the memory after the steps. The given memory is not changed.
         """
         return ModelDecoder(self._read_on, memory)
 
@@ -278,16 +299,19 @@ class CausalLM(nn.Module):
         key_padding_mask: Tensor | None = None,
         path: str = "auto",
     ) -> tuple[Tensor, ModelMemory]:
-        """Read a prompt.
+        """Read a prompt, without gradients.
 
         Args:
             tokens: (B, T). Shorter prompts are padded on the left, with ``key_padding_mask``.
-            memory: what came before, empty or not; it is not changed. None = nothing.
-            span: a name that the tokens can be forgotten by (``ModelMemory.forget``).
-            chunk: read so many tokens at a time, which bounds the memory that reading takes; None = all at once.
-            key_padding_mask: (B, T), True = real token.
+            memory: the past, empty or not. It is not changed. None: no past.
+            span: a name for the tokens, so that ``ModelMemory.forget`` can forget them.
+            chunk: read this many tokens at a time, which bounds the memory that reading takes. None: all at once.
+            key_padding_mask: bool (B, T), True for a real token.
 
         Returns: logits (B, V) after the last token, and the memory after it.
+
+        Raises:
+            ArgumentError: tokens, mask or memory do not fit the model.
         """
         self._check_tokens("prefill", tokens)
         self._check_ends("prefill", key_padding_mask)
@@ -313,14 +337,15 @@ class CausalLM(nn.Module):
         stop: Sequence[int | Sequence[int]] = (),
         seed: int | None = None,
     ) -> Continued:
-        """Go on from where a text stands, and say where it stands then: ``model.continuation(*model.prefill(tokens),
-        20)``.
+        """Draw tokens and return the state after them: ``model.continuation(*model.prefill(tokens), 20)``.
 
-        What was drawn is read as well, so that the result can go on, be forked or saved. A row that has met its stop
+        The drawn tokens are also read, so the result can be continued, forked or saved. A row that has met its stop
         reads no more.
 
-        Args: logits (B, V) and memory of ``prefill`` or of an earlier continuation, neither changed; the others as in
-            ``generate``.
+        Args:
+            logits: (B, V), from ``prefill`` or an earlier continuation.
+            memory: from the same call. Neither is changed.
+            max_new_tokens, temperature, top_k, top_p, stop, seed: as in ``generate``.
         """
         if max_new_tokens < 0:
             raise ArgumentError(
@@ -360,21 +385,21 @@ class CausalLM(nn.Module):
         key_padding_mask: Tensor | None = None,
         memory: ModelMemory | None = None,
     ) -> Iterator[Tensor]:
-        """Continue the tokens, one token a time, from the model's memory: the prompt is read once, in one call.
+        """Continue prompts token by token. The prompts are read in one call.
 
         Args:
-            tokens: (B, T) prompts. Shorter ones are padded on the left, with ``key_padding_mask``.
-            max_new_tokens: at most so many.
-            temperature: logits are divided by it; 0 = the most likely token.
-            top_k: draw from the k most likely tokens only.
-            top_p: draw from the fewest most likely tokens whose probability reaches p.
-            stop: token ids, or sequences of token ids; a row that ends with one is finished. The stop itself is
+            tokens: (B, T) prompts. Shorter prompts are padded on the left, with ``key_padding_mask``.
+            max_new_tokens: the largest number of new tokens.
+            temperature: logits are divided by it. 0: the most likely token.
+            top_k: draw only from the k most likely tokens.
+            top_p: draw only from the smallest set of most likely tokens whose probability reaches p.
+            stop: token ids, or sequences of token ids. A row that ends with one is finished. The stop itself is
                 yielded.
-            seed: the same seed, prompt and model give the same tokens; None draws from torch's global generator.
-            key_padding_mask: (B, T), True = real token.
-            memory: what the model has already read before ``tokens``; it is not changed.
+            seed: the same seed, prompt and model give the same tokens. None: torch's global generator.
+            key_padding_mask: bool (B, T), True for a real token.
+            memory: what the model has read before ``tokens``. It is not changed.
 
-        Yields: (B,) the next token of each row, −1 for a row that is finished. Ends when all rows are.
+        Yields: (B,), the next token of each row, −1 for finished rows. Ends when all rows are finished.
         """
         if max_new_tokens < 0:
             raise ArgumentError(f"generate: max_new_tokens must not be negative, received {max_new_tokens}.")
@@ -413,15 +438,16 @@ class CausalLM(nn.Module):
             tokens = drawn[:, None]
 
     def load_memory(self, path: str | os.PathLike[str]) -> ModelMemory:
-        """The memory that ``ModelMemory.save`` wrote, on the model's device.
+        """The memory that ``ModelMemory.save`` wrote, on the device of the model.
 
-        Raises: FileFormatError when the file is missing, damaged, or belongs to another model.
+        Raises:
+            FileFormatError: the file is missing, damaged, or belongs to another model.
         """
         empty = self.empty_memory(1)
         return ModelMemory(load_memories(path, empty.layers, empty.origin), empty.origin)
 
     def memory_bytes(self, length: int) -> int:
-        """Bytes that one sequence's memory takes after ``length`` tokens, all layers together."""
+        """Bytes of the memory of one sequence after ``length`` tokens, all layers together."""
         if length < 0:
             raise ArgumentError(f"CausalLM.memory_bytes: length must not be negative, received {length}.")
         return sum(block.attention.memory_bytes(length) for block in self._blocks())
@@ -429,27 +455,26 @@ class CausalLM(nn.Module):
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def num_parameters(self) -> int:
-        """Trainable numbers; a tied weight counts once."""
+        """Number of trainable parameters. A tied weight counts once."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def learned(self) -> list[dict[str, Any]]:
-        """For each layer its operator spec and what the operator has learned, in plain lists."""
+        """For each layer its operator spec and the learned quantities of the operator, as plain lists."""
         return [
             {"layer": index, "operator": spec, **block.attention.learned()}
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
 
     def reads(self, tokens: int) -> tuple[Tensor, ...]:
-        """What each layer reads of ``tokens`` tokens, bool (T, T): layers of ``zonal.influence``, whose ``reach`` no
-        derivative of the model leaves.
+        """The inputs that each layer can read, bool (T, T) per layer, for ``tokens`` tokens. These are the layers of
+        ``zonal.influence``; no derivative of the model lies outside their ``reach``.
         """
         return tuple(block.attention.reads(tokens) for block in self._blocks())
 
     @torch.no_grad()
     def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
-        """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T).
-
-        Without gradients.
+        """The index, the layer and the input (B, T, dim) of each layer when the model reads tokens (B, T), without
+        gradients.
         """
         records: Records = (self._embed(tokens),)
         for index, block in enumerate(self._blocks()):
@@ -458,8 +483,8 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
-        """The qualified name of the first parameter, or else of the first module in reading order, that is not finite;
-        None if all are.
+        """The qualified name of the first parameter that is not finite, or else of the first module, in reading order,
+        whose output is not finite. None if all are finite.
         """
         for name, parameter in self.named_parameters():
             if not bool(parameter.isfinite().all()):
@@ -480,14 +505,15 @@ class CausalLM(nn.Module):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write weights and config to one safetensors file, whole or not at all."""
+        """Write weights and config to one safetensors file, completely or not at all."""
         files.save(path, "model", self, self.config.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CausalLM":
-        """The model of ``save``, on the CPU, in the dtype it was saved in.
+        """The model that ``save`` wrote, on the CPU, in its saved dtype.
 
-        Raises: FileFormatError when the file is missing, damaged, or not a model.
+        Raises:
+            FileFormatError: the file is missing, damaged, or not a model.
         """
         return files.load(path, "model", lambda config: cls(ModelConfig.from_dict(config)))
 

@@ -56,22 +56,24 @@ class ModelSettings:
 @known_names
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(ModelSettings):
-    """A decoder: embedding, one residual block a layer, norm, head.
+    """The shape of a decoder: embedding, one residual block per layer, norm, output head.
 
     Args:
         vocab_size: number of tokens V.
         dim: width of the residual stream.
-        layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a
-            layer of attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of
-            their own. One line such as "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
-        heads: query heads of every layer of attention.
-        conv: width of the short convolution before the projections of attention, one number or one per layer; 0 = none.
-        max_len: the length the model is meant for; informs, does not limit.
-        silent_tokens: tokens such as a filler that layers with ridge and Koopman read-outs read and do not store
-            (``action_mask``); other layers take them as any.
+        layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"). A spec is an operator,
+            for an attention layer, or a recurrence such as "mamba2" or "mesanet", which has its own sizes and
+            convolution. A single string such as "mamba2*3, ska(power=0), mamba2*3" is read as a list.
+        heads: query heads of every attention layer.
+        conv: width in tokens of the short convolution before the projections of attention, one number or one per layer.
+            0: none.
+        max_len: the intended length in tokens. It is recorded, and does not limit inputs.
+        silent_tokens: tokens, such as a filler, that ridge and Koopman read-outs read but do not store
+            (``action_mask``). Other layers treat them as ordinary tokens.
         kv_heads, mlp, rotary and other keywords: see ``ModelSettings``.
 
-    Raises: ArgumentError naming the field, what was required and what came.
+    Raises:
+        ArgumentError: a field is not as required; the message names the field, what is required and what was given.
     """
 
     vocab_size: int
@@ -159,7 +161,7 @@ class ModelConfig(ModelSettings):
 
     @property
     def size_of_head(self) -> int:
-        """The size of q, k and v of one head."""
+        """The size of queries, keys and values per head."""
         return self.head_dim if self.head_dim is not None else self.dim // self.heads
 
     @property
@@ -173,7 +175,7 @@ class ModelConfig(ModelSettings):
         return 8 * math.ceil(self.mlp_ratio * self.dim / 8 - 1e-9)  # so that a ratio of two sizes is that ratio
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; those of ``_LATER`` only where they are not at their default."""
+        """The fields as JSON values. Fields in ``_LATER`` are left out if they have their default."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -183,7 +185,11 @@ class ModelConfig(ModelSettings):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ModelConfig":
-        """The config of ``to_dict``. Unknown and missing fields are refused by name."""
+        """The config that ``to_dict`` wrote.
+
+        Raises:
+            ArgumentError: fields are unknown or missing; the message names them.
+        """
         return from_fields(cls, fields)
 
 

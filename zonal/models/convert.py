@@ -1,4 +1,4 @@
-"""Models of other libraries as models of this one, from their configs and weights; nothing of theirs is imported."""
+"""Converts models of other libraries from their configs and weights. The other libraries are not imported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +16,14 @@ _FIXED = {"hidden_act": "silu"}
 
 
 def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CausalLM:
-    """The causal language model of transformers' ``Mamba2ForCausalLM``: the same logits.
+    """The causal language model with the same logits as transformers' ``Mamba2ForCausalLM``.
 
     Args:
         config: its ``config.to_dict()``.
         weights: its ``state_dict()``.
 
-    Raises: ArgumentError naming what is missing, unknown, or has no counterpart here.
+    Raises:
+        ArgumentError: a weight is missing or unknown, or a setting is not supported here; the message names it.
     """
     call = "models.mamba2_from_transformers"
     for name, value in _FIXED.items():

@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states, without ever holding all logits."""
+"""Cross-entropy from hidden states, without storing all logits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -89,18 +89,20 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Σ_n −log softmax(W h_n)[t_n].
+    """Σ_n −log softmax(W h_n)[t_n] in nats.
 
-    Logits exist for one chunk of rows at a time (64 MiB with their gradient, whatever N and V), in float32 or better.
-    Under autocast the product W h runs in the autocast dtype. Differentiable once; asking for a graph of the gradient
-    is refused.
+    Logits are computed for one chunk of rows at a time (64 MiB with their gradient, for any N and V), in float32 or
+    better. Under autocast the product W h runs in the autocast dtype. Only first derivatives are supported.
 
     Args:
-        hidden: (N, D).
-        weight: (V, D).
-        targets: (N,), all in [0, V).
+        hidden: h (N, D).
+        weight: W (V, D).
+        targets: t (N,), in [0, V).
 
     Returns: a scalar, float32 or better. N = 0 gives 0.
+
+    Raises:
+        ArgumentError: a second derivative is asked for.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
@@ -114,11 +116,11 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 
 @torch.no_grad()
 def predict_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token and the loss of each row, by the same chunks.
+    """The most likely token and the loss of each row, computed in the same chunks.
 
-    Args: as ``cross_entropy_sum``.
+    Args: as in ``cross_entropy_sum``.
 
-    Returns: predicted (N,) and loss (N,), float32 or better.
+    Returns: predicted (N,), and loss (N,) in nats, float32 or better.
     """
     predicted = torch.empty_like(targets)
     loss = torch.empty(targets.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)

@@ -11,8 +11,8 @@ from zonal.nn.memory import LayerDecoder, Past
 
 
 class Reader(Protocol):
-    """What reads tokens (B, T) after what each layer goes on from: logits (B, T, V), or (B, 1, V) with last_only, and
-    the same after them.
+    """A function that reads tokens (B, T) after the pasts of all layers. It returns logits (B, T, V), or (B, 1, V) with
+    last_only, and the new pasts.
     """
 
     def __call__(
@@ -21,8 +21,7 @@ class Reader(Protocol):
 
 
 class ModelDecoder:
-    """A model that goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by
-    ``decoder.memory()``.
+    """Decodes with a model in place: ``logits = decoder.step(tokens)``, and ``decoder.memory()`` at the end.
 
     Made by ``CausalLM.decoder``.
     """
@@ -33,8 +32,9 @@ class ModelDecoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, last_only: bool = False) -> Tensor:
-        """Read more tokens (B, T), without gradients: logits (B, T, V), or (B, 1, V) with ``last_only``.
-        key_padding_mask: (B, T), True = real token.
+        """Read tokens (B, T), without gradients. key_padding_mask: bool (B, T), True for a real token.
+
+        Returns: logits (B, T, V), or (B, 1, V) with ``last_only``.
         """
         logits, self._layers = self._reader(tokens, self._layers, key_padding_mask, last_only=last_only)
         return logits
@@ -45,14 +45,13 @@ class ModelDecoder:
         return ModelMemory(tuple(layers), self._origin)
 
     def gather(self, index: Sequence[int] | Tensor) -> "ModelDecoder":
-        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times.
-
-        This one stays.
+        """A decoder of the sequences ``index``, in this order. Rows may be left out or repeated. This decoder does not
+        change.
         """
         return ModelDecoder(self._reader, self.memory().gather(index))
 
     def fork(self) -> "ModelDecoder":
-        """A second decoder that goes on from here by itself."""
+        """A second decoder with the same past, independent of this one."""
         return ModelDecoder(self._reader, self.memory())
 
 

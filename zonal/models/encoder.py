@@ -1,5 +1,5 @@
-"""Bidirectional models: a stack of blocks in which every token sees all, tokens that merge between layers, and a
-classifier of images.
+"""Bidirectional models: a stack of blocks in which every token sees all tokens, merging of tokens between layers, and
+an image classifier.
 """
 
 import dataclasses
@@ -24,18 +24,19 @@ from zonal.nn import Attention, Block, Draws, Merged, MergeSchedule, RMSNorm, Sw
 
 @known_names
 class Encoder(nn.Module):
-    """Pre-norm blocks of bidirectional attention and a norm. No positions: they belong to the input.
+    """Pre-norm blocks of bidirectional attention, and a norm. It adds no positions; add them to the input.
 
     Args:
-        dim: size of a token.
-        operator: one operator a layer, each an ``Operator`` or a spec; one line such as "softmax*3, sinkhorn" is read
-            as the list it stands for.
-        heads, kv_heads, head_dim, qk_dim, qk_norm: as in ``nn.Attention``, of every layer.
-        hidden: size of the SwiGLU of each block; None = 8/3 dim, rounded up to a multiple of 8.
-        merge: which tokens become one before each layer, unless a call says otherwise; None = none.
+        dim: width of the residual stream.
+        operator: one operator per layer, each an ``Operator`` or a spec. A single string such as "softmax*3, sinkhorn"
+            is read as a list.
+        heads, kv_heads, head_dim, qk_dim, qk_norm: as in ``nn.Attention``, for every layer.
+        hidden: hidden size of the SwiGLU of each block. None: 8/3 dim, rounded up to a multiple of 8.
+        merge: the tokens to merge before each layer, unless a call gives another schedule. None: no merging.
         eps: ε of the norms.
 
-    Raises: ArgumentError for sizes that do not fit and unknown operators, and a schedule of another number of layers.
+    Raises:
+        ArgumentError: sizes do not fit, an operator is unknown, or the schedule has another number of layers.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Encoder(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights but the operators' own."""
+        """Draw all weights except those of the operators."""
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             block.reset_parameters(draws.child(f"blocks.{index}"))
@@ -83,14 +84,16 @@ class Encoder(nn.Module):
         merge: MergeSchedule | None = None,
         path: str = "auto",
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim): every token as its bucket, after the last layer.
+        """x (B, T, dim) -> (B, T, dim). After merging, each token gets the result of its bucket.
 
         Args:
-            key_padding_mask: (B, T), True = real token.
-            merge: in place of the encoder's own; ``MergeSchedule((0.0,) * layers)`` merges nothing.
+            x: (B, T, dim).
+            key_padding_mask: bool (B, T), True for a real token.
+            merge: a schedule for this call. ``MergeSchedule((0.0,) * layers)`` merges nothing.
             path: the execution path of ``zonal.attention``.
 
-        Raises: ArgumentError where a schedule is given and an operator cannot read merged tokens (``nn.Attention``).
+        Raises:
+            ArgumentError: tokens are merged and an operator cannot read merged tokens (see ``nn.Attention``).
         """
         return self.merged(x, key_padding_mask=key_padding_mask, merge=merge, path=path).unmerged()
 
@@ -102,7 +105,7 @@ class Encoder(nn.Module):
         merge: MergeSchedule | None = None,
         path: str = "auto",
     ) -> Merged:
-        """What ``forward`` gives each token, by bucket. Arguments as there."""
+        """The result of ``forward`` per bucket. Arguments as there."""
         schedule = self.merge if merge is None else merge
         self._check_schedule(schedule)
         counts = (x.shape[1],) * len(self.blocks) if schedule is None else schedule.counts(x.shape[1])
@@ -118,7 +121,7 @@ class Encoder(nn.Module):
     def _check_schedule(self, schedule: MergeSchedule | None) -> None:
         if schedule is not None and len(schedule.rates) != len(self.blocks):
             raise ArgumentError(
-                f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received "
+                f"Encoder: a schedule with one rate per layer is required, {len(self.blocks)} of them, received "
                 f"{len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one."
             )
 
@@ -126,18 +129,21 @@ class Encoder(nn.Module):
 @known_names
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """A vision transformer that names what an image shows.
+    """The shape of a vision transformer that classifies images.
 
     Args:
-        image: height and width of an image, a multiple of ``patch``. patch: height and width of what becomes a token.
-        channels, classes: of images; to choose among.
-        dim, heads, qk_norm, layers: as in ``Encoder``, ``layers`` by specs.
-        hidden: as in ``Encoder``.
-        merge: rates of a ``MergeSchedule``, one per layer; () = none.
-        init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 ·
-            layers).
+        image: height and width of an image in pixels, a multiple of ``patch``.
+        patch: height and width of a patch, which becomes one token.
+        channels: channels of an image.
+        classes: number of classes.
+        dim, heads, qk_norm, hidden: as in ``Encoder``.
+        layers: the specs of the operators, as in ``Encoder``.
+        merge: rates of a ``MergeSchedule``, one per layer. (): no merging.
+        init_std: standard deviation of initial weights. None: 1 / √dim. Projections into the residual stream get
+            init_std / √(2 · layers).
 
-    Raises: ArgumentError naming the field, what was required and what came.
+    Raises:
+        ArgumentError: a field is not as required; the message names the field, what is required and what was given.
     """
 
     image: int = 28
@@ -171,7 +177,7 @@ class VisionConfig:
 
     @property
     def tokens(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.image // self.patch) ** 2
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,15 +186,19 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "VisionConfig":
-        """The config of ``to_dict``. Unknown and missing fields are refused by name."""
+        """The config that ``to_dict`` wrote.
+
+        Raises:
+            ArgumentError: fields are unknown or missing; the message names them.
+        """
         return from_fields(cls, fields)
 
 
 @known_names
 class VisionEncoder(nn.Module):
-    """Patches, learned positions, an ``Encoder``, the mean over patches, a linear head.
+    """Patches, learned positions, an ``Encoder``, the mean over patches, and a linear head.
 
-    Dosovitskiy et al. 2021, without a class token.
+    Source: Dosovitskiy et al. 2021, arXiv 2010.11929, without a class token.
     """
 
     def __init__(self, config: VisionConfig, seed: int | None = None) -> None:
@@ -208,8 +218,8 @@ class VisionEncoder(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified
-        name.
+        """Draw all weights, and the random features of operators. With a seed, each is drawn from a stream named by its
+        qualified name.
         """
         std = self.config.dim**-0.5 if self.config.init_std is None else self.config.init_std
         draws = Draws(std, std * (2 * len(self.config.layers)) ** -0.5, seed)
@@ -228,16 +238,20 @@ class VisionEncoder(nn.Module):
     def loss(
         self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto"
     ) -> tuple[Tensor, int]:
-        """Cross-entropy in nats, summed over images, and how many they are. labels: (B,) int64."""
+        """Cross-entropy in nats, summed over images, and the number of images. labels: int64 (B,).
+
+        Raises:
+            ArgumentError: shapes or dtypes do not fit.
+        """
         if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
             raise ArgumentError(
-                f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received "
+                f"VisionEncoder.loss: one int64 label per image is required, ({len(images)},), received "
                 f"{labels.dtype} of shape {tuple(labels.shape)}."
             )
         return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """What the encoder is given: patches with their positions, (B, patches, dim)."""
+        """The input of the encoder: patches with their positions, (B, patches, dim)."""
         size, patch = self.config.image, self.config.patch
         if images.ndim != 4 or images.shape[1:] != (self.config.channels, size, size) or not images.is_floating_point():
             raise ArgumentError(
@@ -247,18 +261,19 @@ class VisionEncoder(nn.Module):
         return self.patches(F.unfold(images, patch, stride=patch).mT) + self.positions
 
     def num_parameters(self) -> int:
-        """Trainable numbers."""
+        """Number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write weights and config to one safetensors file, whole or not at all."""
+        """Write weights and config to one safetensors file, completely or not at all."""
         files.save(path, "vision model", self, self.config.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "VisionEncoder":
-        """The model of ``save``, on the CPU.
+        """The model that ``save`` wrote, on the CPU.
 
-        Raises: FileFormatError when the file is missing, damaged, or not such a model.
+        Raises:
+            FileFormatError: the file is missing, damaged, or not a vision encoder.
         """
         return files.load(path, "vision model", lambda config: cls(VisionConfig.from_dict(config)))
 

@@ -1,4 +1,4 @@
-"""Models as files: weights and configuration in one safetensors file."""
+"""Files of models: weights and config in one safetensors file."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,14 +13,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(path: str | os.PathLike[str], kind: str, model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Write weights and config, whole or not at all."""
+    """Write weights and config, completely or not at all."""
     store.save_tensors(path, model.state_dict(), {"kind": kind, "config": dict(config)})
 
 
 def load(path: str | os.PathLike[str], kind: str, make: Callable[[Mapping[str, Any]], Model]) -> Model:
-    """The model of ``save``, on the CPU, in the dtype it was saved in. make: a model of the config.
+    """The model that ``save`` wrote, on the CPU, in its saved dtype. make: builds a model from the config.
 
-    Raises: FileFormatError when the file is missing, damaged, or holds something else.
+    Raises:
+        FileFormatError: the file is missing, damaged, or holds something else.
     """
     tensors, header = store.load_tensors(path, kind)
     try:

@@ -1,9 +1,8 @@
-"""Decoders of Hugging Face's transformers on operators of this library, in place: their weights, caches and
-``generate`` stay as they are.
+"""Runs decoders of Hugging Face's transformers with operators of this library. Weights, caches and ``generate`` are
+kept.
 
-A layer whose weights are softmax(c q . k) gets an operator in the place of that; the default,
-``nn.rewa.with_closed_gates(c)``, computes the same until its gates are opened. transformers is asked for when a model
-is converted, and by nothing else.
+The operator replaces softmax(c q · k) in each layer. The default, ``nn.rewa.with_closed_gates(c)``, computes the same
+function until training opens its gates. transformers is imported only when a model is converted or loaded.
 """
 
 import dataclasses
@@ -35,26 +34,27 @@ Make = Callable[[float], Operator]
 
 
 def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed_gates) -> list[Operator]:
-    """Put an operator into every layer of attention of a model of transformers, which from then on runs on it: forward,
-    backward and ``generate``.
+    """Replace the attention of a transformers model by an operator, in every layer. Forward, backward and ``generate``
+    then use it.
 
     Args:
-        model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. Queries and keys reach the operator
-            after their norms and rotary positions, with grouped heads, padding and caches as they come. A layer with a
-            sliding window gets the prior ``Window``.
-        operator: one for all layers, each of which gets its own copy, a row of learned numbers per head; a spec such as
-            "sko"; or a function from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose
-            scale is open takes c; features that are drawn are drawn for each layer, and a scale of keys starts as for
-            keys whose numbers are of size one.
+        model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. The operator gets queries and keys
+            after their norms and rotary positions, with grouped heads, padding and caches. A layer with a sliding
+            window gets the prior ``Window``.
+        operator: an operator for all layers, of which each layer gets its own copy with one row of learned parameters
+            per head; a spec such as "sko"; or a function from c, the scale of the dot product of a layer, to an
+            operator. A ``Dot`` score without a scale gets c. Random features are drawn for each layer. A learned scale
+            of keys starts as for keys with entries of size one.
 
-    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), trained and saved with
-    the model, as is the norm of an operator that declares one (``self_attn.readout``). The declarations go to the
-    model's config: ``save_pretrained`` writes them, ``from_pretrained`` here reads them, and transformers alone refuses
-    to load such a model. A model that was converted before gets the new operators.
+    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), so they are trained and
+        saved with the model, and so is the norm of an operator that declares one (``self_attn.readout``).
+        ``save_pretrained`` writes their declarations to the config, and ``from_pretrained`` of this module reads them;
+        transformers alone refuses to load such a model. Converting a model again replaces its operators.
 
-    Raises: ArgumentError, before anything is changed, when transformers is missing, for a model without layers of
-    causal attention, with dropout in them, or with an attention of its own, and for an operator that needs more of a
-    layer than queries, keys and values of their size.
+    Raises:
+        ArgumentError: transformers is missing; the model has no layers of causal attention, drops out attention
+            weights, or does not use transformers' AttentionInterface; or the operator needs something that these layers
+            do not provide. The model is then unchanged.
     """
     call = "hugging_face.convert"
     library = _transformers(call)
@@ -80,16 +80,17 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
 
 
 def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
-    """A converted model that ``save_pretrained`` has written, with its operators and what they learned: the logits are
-    those that it had.
+    """A converted model that ``save_pretrained`` wrote, with its operators and their learned parameters. Its logits are
+    the same as before saving.
 
     Args:
         folder: a folder, or a name that transformers finds.
-        options: for the ``from_pretrained`` of the model's class, such as ``{"dtype": torch.bfloat16}``. Operators stay
-            in float32.
+        options: arguments for ``from_pretrained`` of the class of the model, such as ``{"dtype": torch.bfloat16}``.
+            Operators stay in float32.
 
-    Raises: ArgumentError when transformers is missing, and for a model that was saved without operators or is of a
-        class that transformers does not have.
+    Raises:
+        ArgumentError: transformers is missing, the model was saved without operators, or transformers does not have its
+            class.
     """
     call = "hugging_face.from_pretrained"
     library = _transformers(call)
@@ -138,7 +139,11 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
 
 
 def operators(model: nn.Module) -> list[Operator]:
-    """The operators of a converted model, by layer. Raises: ArgumentError for a model that was not converted."""
+    """The operators of a converted model, by layer.
+
+    Raises:
+        ArgumentError: the model was not converted.
+    """
     found = [
         own
         for module in model.modules()
@@ -271,13 +276,18 @@ def attend(
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in a converted layer. query (B, H, T, D), key and value (B, Hkv, S, ·) with what a cache
-    holds -> ((B, T, H, P), None).
+    """The attention function that transformers calls in a converted layer.
 
-    attention_mask: of ``padding``, (B, S), nonzero = a real token.
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, S, ·), including cached tokens.
+        attention_mask: the mask of ``padding``, (B, S), nonzero for a real token.
 
-    Raises: ArgumentError for a layer that was not converted, and for what an operator does not know (dropout, soft
-        caps, weights asked for, other masks).
+    Returns: ((B, T, H, P), None).
+
+    Raises:
+        ArgumentError: the layer was not converted, or asks for something that operators do not support: dropout, soft
+            caps, the weights, or another mask.
     """
     call = "hugging_face.attend"
     operator = getattr(module, "operator", None)
@@ -340,11 +350,11 @@ def padding(
     allow_is_causal_skip: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """The mask that transformers makes for converted layers: of real tokens (B, S), None where all are; operators know
-    causality and windows by themselves.
+    """The mask that transformers makes for converted layers: real tokens (B, S), or None if all are real. Operators
+    apply causality and windows themselves.
 
-    Raises: ArgumentError for masks that are more than that: packed sequences, overlays, and caches with room for tokens
-        to come.
+    Raises:
+        ArgumentError: the mask is of another kind: packed sequences, overlays, or a cache with space for later tokens.
     """
     if not allow_is_causal_skip or int(q_offset) + q_length != kv_offset + kv_length:
         raise ArgumentError(

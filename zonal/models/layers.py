@@ -1,4 +1,4 @@
-"""The layers of a model by name: operators for attention, recurrences beside them, and whole lists in one line."""
+"""The layers of a model by name: operators for attention layers, recurrences, and lists of layers in one string."""
 
 import itertools
 import re
@@ -23,9 +23,10 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 def split(text: str, call: str) -> tuple[str, ...]:
-    """``"softmax,sko(degrees=(2,3))"`` → its parts: commas inside brackets and quotes do not separate.
+    """``"softmax,sko(degrees=(2,3))"`` → its parts. Commas inside brackets and quotation marks do not separate.
 
-    Raises: ArgumentError, beginning with ``call``, for brackets that do not close and for empty parts.
+    Raises:
+        ArgumentError: brackets do not close, or a part is empty. The message begins with ``call``.
     """
     found: list[str] = []
     part, depth, quote = "", 0, ""
@@ -59,10 +60,12 @@ def split(text: str, call: str) -> tuple[str, ...]:
 
 
 def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
-    """One spec a layer from one line: ``"mamba2*3, ska(power=0), mamba2*3"`` → seven specs; square brackets around it
-    are no part of it.
+    """One spec per layer from one string: ``"mamba2*3, ska(power=0), mamba2*3"`` → seven specs. The list may stand in
+    square brackets.
 
-    Raises: ArgumentError, beginning with ``call``, for what cannot be read or is repeated less than once.
+    Raises:
+        ArgumentError: the string cannot be read, or a layer is repeated less than once. The message begins with
+            ``call``.
     """
     text = text.strip()
     inside = text[1:-1] if is_list(text) else text
@@ -80,15 +83,15 @@ def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
 
 
 def is_list(text: str) -> bool:
-    """Whether an entry among operators is a whole list of layers, ``"[mamba2*3, ska]"``."""
+    """Whether an entry among operators is a list of layers, such as ``"[mamba2*3, ska]"``."""
     return text.startswith("[") and text.endswith("]")
 
 
 def layers_for(entry: str, count: int) -> tuple[str, ...]:
-    """The layers that an entry of a comparison stands for: one spec for all ``count`` layers, or a list in square
-    brackets.
+    """The layers of an entry of a comparison: one spec for all ``count`` layers, or a list in square brackets.
 
-    Raises: ArgumentError when a list has another length.
+    Raises:
+        ArgumentError: the list has another length.
     """
     if not is_list(entry):
         return (entry,) * count
@@ -102,7 +105,7 @@ def layers_for(entry: str, count: int) -> tuple[str, ...]:
 
 
 def entry_of(layers: Sequence[str]) -> str:
-    """The one entry that ``layers_for`` reads as these layers: the spec they share, or a list in square brackets with
+    """The entry that ``layers_for`` reads as these layers: the spec of all layers, or a list in square brackets with
     repeats as *n.
     """
     if len(set(layers)) == 1:
@@ -112,13 +115,16 @@ def entry_of(layers: Sequence[str]) -> str:
 
 
 def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool], TokenMixer]) -> TokenMixer:
-    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator,
-    on lifted queries and keys or as they are, with keys that a gate weighs or without.
+    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or an attention layer made by ``attention``.
 
-    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), the size
-        that queries and keys are lifted to, and whether a gate weighs the keys.
+    Args:
+        spec: the name of the layer, with arguments.
+        dim: the width.
+        attention: makes an attention layer. It takes a spec, the number of parts of a mixture that share the heads (1:
+            no mixture), the size of lifted queries and keys (None: no lift), and whether the layer has a key gate.
 
-    Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
+    Raises:
+        ArgumentError: names or arguments are unknown, or sizes do not fit.
     """
     name = specs.name_of(spec)
     if name in _RECURRENCES:
@@ -185,7 +191,9 @@ def _gated(operator: str) -> str:
 
 
 def operators_in(spec: str) -> tuple[str, ...]:
-    """The operators of a layer: its spec, that on lifted keys, those of a mixture's parts, none of a recurrence."""
+    """The operators of a layer: its spec, the spec on lifted keys, those of the parts of a mixture, or none for a
+    recurrence.
+    """
     name = specs.name_of(spec)
     if name == LIFTED:
         return (specs.made(spec, {LIFTED: _lifted})[0],)
@@ -197,8 +205,8 @@ def operators_in(spec: str) -> tuple[str, ...]:
 
 
 def check(spec: str, dim: int) -> None:
-    """Refuse a spec that no layer of width ``dim`` can be made of: a recurrence is tried, without memory for its
-    weights.
+    """Raise ArgumentError if no layer of width ``dim`` can be made of a spec. Recurrences are made without memory for
+    their weights.
     """
     name = specs.name_of(spec)
     if name in _RECURRENCES:

@@ -1,4 +1,4 @@
-"""What a model remembers of a sequence: the memories of its layers."""
+"""The memory of a model: the memories of its layers."""
 
 import dataclasses
 import hashlib
@@ -18,10 +18,9 @@ _SAMPLES = 16
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelMemory:
-    """The past of every layer, first layer first, as a value: each verb returns the result and leaves this memory as it
-    was.
+    """The memories of all layers, first layer first, as a value. Each operation returns a new memory.
 
-    origin: of which weights, as ``fingerprint`` says; "" = not known.
+    origin: the ``fingerprint`` of the weights that made it. "": not known.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -29,7 +28,7 @@ class ModelMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, all rows, layers and spans together."""
+        """Bytes of all rows, layers and spans together."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -44,44 +43,46 @@ class ModelMemory:
 
     @property
     def position(self) -> int | Tensor:
-        """The position of the next token: one number, or (B,) where rows differ."""
+        """The position of the next token: one number, or (B,) if rows differ."""
         return self.layers[0].position
 
     # --- spans ------------------------------------------------------------------------------------------------------
 
     def spans(self) -> tuple[Span, ...]:
-        """The named spans, oldest first, with the bytes that all layers keep for them."""
+        """The named spans, oldest first, with the bytes of all layers."""
         found = zip(*(layer.spans() for layer in self.layers), strict=True)
         return tuple(group[0]._replace(nbytes=sum(span.nbytes for span in group)) for group in found)
 
     def open(self, span: str) -> "ModelMemory":
-        """The memory with a new span begun: tokens that are read belong to it until ``close`` or the next ``open``."""
+        """The memory with a new span. Tokens that are read belong to it until ``close`` or the next ``open``."""
         return self._with(layer.open(span) for layer in self.layers)
 
     def close(self) -> "ModelMemory":
-        """The memory with its open span ended."""
+        """The memory with its open span closed."""
         return self._with(layer.close() for layer in self.layers)
 
     def unnamed(self) -> "ModelMemory":
-        """The same memory without the record of its spans: smaller, and unable to forget them."""
+        """The same memory without its spans. It is smaller and cannot forget them."""
         return self._with(layer.unnamed() for layer in self.layers)
 
     def forget(self, span: str) -> "ModelMemory":
         """The memory without a span, in every layer.
 
-        Never having read it, exactly: for the newest span, and for one that was read apart and merged. For an older one
-        of a text that was read in one go, later tokens have seen it in the layers below, and what they keep of that
-        stays.
+        For the newest span, and for a span that was read separately and merged, the result equals a memory that never
+        read it. An older span of a text that was read in one piece is not forgotten completely: later tokens have read
+        it in the layers below.
 
-        Raises: ArgumentError for an unknown name.
+        Raises:
+            ArgumentError: the name is unknown.
         """
         return self._with(layer.forget(span) for layer in self.layers)
 
     def merge(self, other: "ModelMemory", *, span: str | None = None) -> "ModelMemory":
-        """The memory of two texts that were read apart: neither saw the other, and what is read next sees both.
+        """The memory of two texts that were read separately. Neither sees the other; later tokens see both. ``span``
+        names the whole text of ``other``.
 
-        ``span`` names all of the other's text. Raises: ArgumentError for memories of two models, names that are taken,
-        Mamba-3 layers.
+        Raises:
+            ArgumentError: the memories belong to different models, a name is taken, or the model has Mamba-3 layers.
         """
         self._same_model("merge", other)
         return self._with(mine.merge(theirs, span=span) for mine, theirs in zip(self.layers, other.layers, strict=True))
@@ -89,7 +90,7 @@ class ModelMemory:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> "ModelMemory":
-        """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
+        """The memory of the sequences ``index``, in this order. Rows may be left out or repeated."""
         return self._with(layer.gather(index) for layer in self.layers)
 
     def scatter(self, index: Sequence[int] | Tensor, other: "ModelMemory") -> "ModelMemory":
@@ -99,8 +100,10 @@ class ModelMemory:
 
     @staticmethod
     def stack(memories: "Sequence[ModelMemory]") -> "ModelMemory":
-        """One memory of the sequences of several, one after another, of equal length or not: users who are served
-        together.
+        """One memory of the sequences of several memories, of equal length or not, to serve several users together.
+
+        Raises:
+            ArgumentError: there is no memory, or they belong to different models.
         """
         if not memories:
             raise ArgumentError("ModelMemory.stack: at least one memory is required.")
@@ -117,15 +120,15 @@ class ModelMemory:
     # --- files and copies -------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one safetensors file, whole or not at all; read it with the model's ``load_memory``."""
+        """Write to one safetensors file, completely or not at all. ``load_memory`` of the model reads it."""
         save_memories(path, self.layers, self.origin)
 
     def fork(self) -> "ModelMemory":
-        """A copy that shares no storage: two continuations of one past."""
+        """A copy that shares no storage."""
         return self._with(layer.fork() for layer in self.layers)
 
     def to(self, device: torch.device | str) -> "ModelMemory":
-        """The memory on another device. The model's operators stay where they are: move the model, too."""
+        """The memory on another device. Move the model as well."""
         return self._with(layer.to(device) for layer in self.layers)
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class ModelMemory:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short name of a model's weights: SHA-256 over names, shapes and some numbers of each."""
+    """A short name for the weights of a model: SHA-256 over names, shapes and some entries of each weight."""
     digest, samples = hashlib.sha256(), []
     for name, parameter in model.named_parameters():
         digest.update(f"{name}|{tuple(parameter.shape)}|".encode())

@@ -1,4 +1,4 @@
-"""Parts of a model by the config's names for them."""
+"""Parts of a model, made from the names in its config."""
 
 from zonal.models.config import ModelConfig
 from zonal.nn import DenseSkip, KoopmanMLP, Latest, MixtureOfExperts, SwiGLU
@@ -7,7 +7,7 @@ from zonal.nn.stage import LATEST
 
 
 def mlp_of(config: ModelConfig) -> FeedForward | None:
-    """A fresh mlp, None for blocks without one."""
+    """A new mlp, or None for blocks without one."""
     if config.mlp == "none":
         return None
     if config.mlp == "swiglu":
@@ -18,7 +18,7 @@ def mlp_of(config: ModelConfig) -> FeedForward | None:
 
 
 def history_of(config: ModelConfig) -> Latest | DenseSkip:
-    """What is read of all records after the last block."""
+    """The memory that the norm before the output head reads."""
     return DenseSkip(config.dim, len(config.layers) + 1) if config.residual == "dense" else LATEST
 
 

@@ -1,4 +1,4 @@
-"""Models by name: the shapes of the Echo paper, and what each is compared with at equal parameters."""
+"""Models by name: the shapes of the Echo paper, and models to compare with them at equal numbers of parameters."""
 
 import dataclasses
 from typing import get_args
@@ -38,22 +38,25 @@ _MIXERS = ("mamba", "mamba-attention")
 
 
 def names() -> tuple[str, ...]:
-    """The names that ``preset`` knows, without their endings for the mlp."""
+    """The names that ``preset`` accepts, without their endings for the mlp."""
     return tuple(f"{name}{ending}" for name in PRESETS for ending in ("", *(f"-{mixer}" for mixer in _MIXERS)))
 
 
 def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = None) -> ModelConfig:
-    """The model of a name, ``echo-50M``, or one that it is compared with, with as many parameters as that.
+    """The model of a name such as ``echo-50M``, or a model with as many parameters to compare with it.
 
-    Endings, in this order, each after a dash: "mamba" puts the recurrence of the other layers in place of attention,
-    "mamba-attention" softmax with rotary positions; then "swiglu", "koopman" or "koopman-gated" is the mlp. A model
-    with an ending has the mlp's hidden size that comes nearest to the parameters of the model without (``matched``).
+    Endings, in this order, each after a dash: "mamba" replaces attention by the recurrence of the other layers;
+    "mamba-attention" replaces it by softmax with rotary positions. Then "swiglu", "koopman" or "koopman-gated" chooses
+    the mlp. A model with an ending gets the hidden size of the mlp that comes nearest to the parameters of the model
+    without ending (``matched``).
 
     Args:
-        vocab_size: in place of the preset's, of the model and of those it is compared with.
-        max_len: the length the model is meant for.
+        name: the name.
+        vocab_size: replaces the vocabulary size of the preset, also in the model that it is compared with.
+        max_len: the intended length in tokens.
 
-    Raises: ArgumentError for an unknown name, with the nearest.
+    Raises:
+        ArgumentError: the name is unknown; the message gives the nearest names.
     """
     base = next((known for known in PRESETS if name == known or name.startswith(f"{known}-")), None)
     if base is None:
@@ -86,15 +89,16 @@ def _with_mixers(config: ModelConfig, mixer: str) -> ModelConfig:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Trainable numbers of the model, which is laid out without memory for them."""
+    """Number of trainable parameters of the model. No memory is allocated for them."""
     with torch.device("meta"):
         return CausalLM(config).num_parameters()
 
 
 def matched(config: ModelConfig, parameters: int) -> ModelConfig:
-    """The config with the hidden size of its mlp, a multiple of 8, that brings the model nearest to so many parameters.
+    """The config with the hidden size of its mlp, a multiple of 8, that brings the model nearest to ``parameters``.
 
-    Raises: ArgumentError when the model has no mlp, or more parameters without one.
+    Raises:
+        ArgumentError: the model has no mlp, or more parameters even with the smallest mlp.
     """
     if config.mlp == "none":
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""From logits to the next token, and knowing when to stop."""
+"""Sampling of the next token, and stop sequences."""
 
 import dataclasses
 import math
@@ -15,12 +15,15 @@ _COLDEST = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen.
+    """The rule for drawing the next token.
 
     Args:
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: only the k most likely tokens may be drawn.
-        top_p: only the smallest set of most likely tokens whose probability reaches p may be drawn.
+        temperature: logits are divided by it. 0: the most likely token.
+        top_k: draw only from the k most likely tokens.
+        top_p: draw only from the smallest set of most likely tokens whose probability reaches p.
+
+    Raises:
+        ArgumentError: a number is outside its range.
     """
 
     temperature: float = 1.0
@@ -39,7 +42,7 @@ class Sampler:
             raise ArgumentError(f"generate: top_p must lie in (0, 1] or be None, received {self.top_p}.")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """logits (B, V) -> probabilities (B, V), zero for tokens that may not be drawn. Temperature > 0."""
+        """logits (B, V) -> probabilities (B, V), 0 for excluded tokens. Requires temperature > 0."""
         logits = logits.double() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             # by rank and not by value, so that ties do not let more than k through
@@ -64,11 +67,14 @@ class Sampler:
 
 
 class StopRule:
-    """Says which rows of a growing batch have just ended with one of the stop sequences.
+    """Finds the rows of a growing batch that end with a stop sequence.
 
     Args:
-        stop: token ids, or sequences of token ids; a mixture is fine.
+        stop: token ids, or sequences of token ids, or both.
         batch: number of rows.
+
+    Raises:
+        ArgumentError: a stop sequence is empty.
     """
 
     def __init__(self, stop: Sequence[int | Sequence[int]], batch: int) -> None:
@@ -82,7 +88,7 @@ class StopRule:
         self._recent: list[list[int]] = [[] for _ in range(batch)]
 
     def update(self, tokens: Sequence[int]) -> list[bool]:
-        """Add one token a row; True where the row now ends with a stop sequence."""
+        """Add one token per row. Returns for each row whether it now ends with a stop sequence."""
         ended = []
         for recent, token in zip(self._recent, tokens, strict=True):
             recent.append(token)

@@ -1,6 +1,4 @@
-"""An encoder of text: every layer sees the whole of it, so that anchors which couple queries (plans, hierarchies) have
-a place, too.
-"""
+"""An encoder of text, in which every layer sees the whole text. It supports anchors that couple queries, such as plans."""
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +17,17 @@ _UNSUPERVISED = -100
 
 @known_names
 class TextEncoder(nn.Module):
-    """Embedding, residual blocks of bidirectional attention, norm, and a head that is the embedding unless untied.
+    """Embedding, residual blocks of bidirectional attention, norm, and an output head, tied to the embedding by
+    default.
 
     Args:
-        config: as of ``CausalLM``. Layers must be operators: recurrences and short convolutions read in one direction.
-        seed: of the initial weights, each drawn from a stream named by its qualified name; None = torch's global
+        config: as of ``CausalLM``. Layers must be operators, because recurrences and short convolutions read in one
+            direction.
+        seed: seed of the initial weights, each drawn from a stream named by its qualified name. None: torch's global
             generator.
 
-    Raises: ArgumentError for layers that read in one direction.
+    Raises:
+        ArgumentError: a layer reads in one direction.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = None) -> None:
@@ -65,7 +66,7 @@ class TextEncoder(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights but the operators' own."""
+        """Draw all weights except those of the operators."""
         config = self.config
         draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
         draws.normal_(self.embedding.weight, "embedding.weight")
@@ -87,7 +88,8 @@ class TextEncoder(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> (B, T, dim). Masks and path as in ``nn.Attention``.
 
-        Raises: ArgumentError for what are no tokens.
+        Raises:
+            ArgumentError: tokens are not integers (B, T).
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
@@ -109,7 +111,7 @@ class TextEncoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V) of what stands, or stood, at each position."""
+        """tokens (B, T) -> logits (B, T, V) for the token at each position, for example a masked one."""
         return F.linear(
             self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path),
             self._head_weight(),
@@ -132,8 +134,8 @@ class TextEncoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> tuple[Tensor, int]:
-        """Cross-entropy where ``targets`` (B, T) is not -100: the sum in nats and the number of such positions, as in
-        ``CausalLM.loss``.
+        """Cross-entropy at positions whose ``targets`` (B, T) is not -100: the sum in nats and the number of these
+        positions, as in ``CausalLM.loss``.
         """
         if targets.shape != tokens.shape or targets.dtype != torch.int64:
             raise ArgumentError(

@@ -1,5 +1,5 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary
-positions, feed-forward layers, stages and the block, and the merging of tokens.
+"""Layers: attention with any operator, Mamba-2, Mamba-3, MesaNet, Gated KalmaNet and Gated DeltaNet, norms, rotary
+positions, feed-forward layers, mixtures, residual blocks, and the merging of tokens.
 """
 
 from zonal.nn import rewa

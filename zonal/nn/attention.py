@@ -50,30 +50,36 @@ def _sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | 
 
 
 class Attention(TokenMixer):
-    """y = W_O · norm(A(W_Q c, W_K c, W_V c)), with c = x or its short convolution and A any operator.
+    """An attention layer with any operator.
+
+    y = W_O · norm(A(W_Q c, W_K c, W_V c)), where A is the operator and c is x or its short convolution.
 
     Args:
         dim: size of x and y.
-        heads: H query heads.
-        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter
-            row per head. With rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
-        kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
-        head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
-        qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
-        rotary: rotary positions on q and k; a ``Rotary`` is shared with whoever else holds it.
-        qk_norm: RMSNorm on q and on k, per head, one gain of size qk_dim each.
-        readout_norm: RMSNorm on what the operator returns: "head" over each head with one gain shared by the heads,
-            "concat" over all heads at once, None for none; "auto" takes what the operator declares.
-        readout_eps: ε of that norm.
-        conv: width of the short convolution of x before the projections; 0 = none.
-        key_gate: a learned gate per token and key head, by which the key is stored weakly or strongly (ridge and
-            Koopman read-outs only).
-        init: how the projections start; "auto" takes what the operator declares (``reset_parameters`` has them).
-        cg_lift: size r of queries and keys after a ``CGLift`` (behind norms and rotary positions); None = no lift.
-        bias: biases in the four projections.
-        causal: each token sees itself and the past, or the past alone where the operator says so.
+        heads: number of query heads H.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)". The layer keeps its own copy, with one row
+            of parameters per head. With rewa(shared_witness=True) and rewa_categorical, queries and keys share one
+            projection.
+        kv_heads: number of key and value heads, a divisor of ``heads``. None: ``heads``.
+        head_dim: size of the values per head, and of queries and keys unless ``qk_dim`` is given. None: dim / heads.
+        qk_dim: size of queries and keys per head. None: the size that the operator declares, or ``head_dim``.
+        rotary: rotary positions on queries and keys. Several layers may share one ``Rotary``.
+        qk_norm: RMSNorm on queries and on keys, per head, with one gain of size qk_dim each.
+        readout_norm: RMSNorm on the output of the operator: "head" for each head, with one gain for all heads; "concat"
+            over all heads together; None for no norm; "auto" for what the operator declares.
+        readout_eps: ε of ``readout_norm``.
+        conv: width in tokens of the short convolution of x before the projections. 0: no convolution.
+        cg_lift: size of queries and keys after a ``CGLift``, which follows norms and rotary positions. None: no lift.
+        key_gate: learn a gate in [0, 1] per token and key head that says how strongly a key is stored. Only for ridge
+            and Koopman read-outs.
+        init: how the projections start (see ``reset_parameters``). "auto": what the operator declares.
+        bias: use biases in the four projections.
+        causal: each token sees itself and earlier tokens, or only earlier tokens if the operator excludes the token
+            itself. False: each token sees all tokens.
 
-    Raises: ArgumentError for sizes that do not fit; unknown operators list the valid names.
+    Raises:
+        ArgumentError: sizes do not fit, the operator cannot run in a layer, or its name is unknown; the message lists
+            the valid names.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class Attention(TokenMixer):
             raise ArgumentError(
                 f"nn.Attention: projections that start orthogonal need heads of at most dim={dim} numbers, "
                 f"received qk_dim={qk_dim} and head_dim={head_dim}. "
-                "Choose smaller ones (a key of more than dim numbers has no more than dim directions), or "
+                "Choose smaller ones, because keys of more than dim numbers still have only dim directions, or "
                 "init='default'."
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
@@ -195,12 +201,12 @@ class Attention(TokenMixer):
         return self.operator.anchor.solves
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights, and start a score whose size had been left open to the layer; what else the operator learns
-        keeps the values it declares.
+        """Draw all weights. A score whose size depends on the layer is initialised here, too; other learned parameters
+        of the operator keep their declared values.
 
-        With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes
-        nothing, W_O = 0, so that it joins a residual stream without a jolt; with "zero_output" the values are drawn as
-        usual.
+        With ``init="orthogonal"`` the projections to queries, keys and values start orthogonal, per head, and the
+        output projection starts at zero, so the layer adds nothing to a residual stream at first. With "zero_output"
+        only the output projection is zero, and the others are drawn as usual.
         """
         self._reset_projections(draws)
         for name, gate in (
@@ -252,7 +258,7 @@ class Attention(TokenMixer):
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
         return LayerMemory(
@@ -261,7 +267,7 @@ class Attention(TokenMixer):
         )
 
     def learned(self) -> dict[str, Any]:
-        """What the operator has learned, in plain lists."""
+        """The learned quantities of the operator, as plain lists."""
         return self.operator.learned()
 
     def forward(
@@ -276,11 +282,12 @@ class Attention(TokenMixer):
         action_mask: Tensor | None = None,
         mass: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Past]:
-        """Attend. Arguments, result and errors are those of ``TokenMixer.forward``.
+        """Apply the layer. Arguments, result and errors are those of ``TokenMixer.forward``, and these:
 
-        action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
-        mass: (B, T) >= 0, how many equal tokens each stands for (``zonal.nn.Merged``), 0 = padding; bidirectional
-            layers without positions of their own.
+        Args:
+            action_mask: bool (B, T). A token with False reads but is not stored. Only for ridge and Koopman read-outs.
+            mass: (B, T), at least 0: the number of equal tokens that each token stands for (see ``zonal.nn.Merged``),
+                with 0 for padding. Only for bidirectional layers without positions.
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         key_bias = None
@@ -344,14 +351,13 @@ class Attention(TokenMixer):
         if self.causal or memory is not None or any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior):
             raise refuse(
                 "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier "
-                "ones would read through it, and which tokens "
-                "are alike is known only when all are there. Use causal=False, or no merging."
+                "tokens would read through it. Use causal=False, or do not merge."
             )
         if not isinstance(self.operator.anchor, Row | Count | Raw | PlanAnchor):
             raise refuse(
-                "mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as "
-                "often as it has tokens, and for plans, whose masses do; operator "
-                f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. Use one of those, or no merging."
+                "mass is defined for the anchors Row, Count and Raw and for plans; operator "
+                f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. "
+                "Use one of those anchors, or do not merge."
             )
         if (
             self.operator.prior
@@ -361,13 +367,13 @@ class Attention(TokenMixer):
             or cu_seqlens is not None
         ):
             raise refuse(
-                "a bucket of tokens (mass) has no one place, which rotary positions, a short convolution, "
-                "neighbourhoods, packed documents and position priors ask for. "
-                "Add positions to the input of the first layer instead, or use no merging."
+                "a bucket of tokens (mass) has no single position, which rotary positions, a short convolution, "
+                "neighbourhoods, packed documents and position priors need. "
+                "Add positions to the input of the first layer instead, or do not merge."
             )
         if mass.shape != x.shape[:2] or not mass.is_floating_point() or key_padding_mask is not None:
             given = (
-                "beside a key_padding_mask"
+                "a key_padding_mask as well"
                 if key_padding_mask is not None
                 else f"{mass.dtype} of shape {tuple(mass.shape)}"
             )
@@ -435,8 +441,8 @@ class Attention(TokenMixer):
     def stored_keys(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None
     ) -> Tensor:
-        """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score,
-        weighed, zero where nothing is stored.
+        """The keys of x (B, T, dim) as the memory of the operator stores them, (B, Hkv, T, r): prepared by the score,
+        multiplied by their gate, and zero for tokens that are not stored.
         """
         x = self._real(x, key_padding_mask)
         _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
@@ -445,13 +451,12 @@ class Attention(TokenMixer):
         return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
 
     def evidence(self, x: Tensor) -> Tensor:
-        """log K (B, H, T, T) of x (B, T, dim) in float64, with its prior; -inf where a pair is forbidden or K is 0.
+        """The log kernel log K (B, H, T, T) of x (B, T, dim) in float64, prior included, without gradients.
 
-        Without gradients.
+        It is -inf for pairs that are forbidden, that ``TopK`` leaves out, or whose kernel is 0.
 
-        A pair that ``TopK`` leaves out is forbidden.
-
-        Raises: ArgumentError for operators whose kernel may be negative.
+        Raises:
+            ArgumentError: the kernel of the operator may be negative.
         """
         return self.evidence_of(self.called(x))
 
@@ -471,13 +476,10 @@ class Attention(TokenMixer):
             return block.masked_fill(block < anchor.least(block), float("-inf")) if isinstance(anchor, TopK) else block
 
     def weights(self, x: Tensor) -> Tensor:
-        """W (B, H, T, T) of x (B, T, dim) in float64: what the operator multiplies values by, from the definition, for
-        every anchor.
+        """The weights W (B, H, T, T) of x (B, T, dim) in float64, without gradients, from the definition of the anchor.
 
-        Without gradients.
-
-        The read-out is W times the values (of key heads repeated for their queries, and carried where the score carries
-        them), before norm and output map.
+        The output of the operator, before norm and output projection, is W times the values. Values of a key head are
+        repeated for its query heads, and transformed if the score transforms values.
         """
         with torch.no_grad():
             call = self.called(x)
@@ -485,8 +487,8 @@ class Attention(TokenMixer):
 
     @torch.no_grad()
     def called(self, x: Tensor) -> Call:
-        """The operator's call on x (B, T, dim) in float64, with the layer's gates and masses, and the unit vectors of
-        R^T for values.
+        """The call of the operator on x (B, T, dim) in float64, with the gates and masses of the layer, and with the
+        unit vectors of R^T as values.
         """
         q, k, _, inner, _ = self._projected(x, None, None, None)
         units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)

@@ -1,4 +1,4 @@
-"""The residual block: two stages, one that mixes tokens and one that works on each by itself."""
+"""The residual block: a stage that mixes tokens and a stage that works per token."""
 
 import functools
 from collections.abc import Callable
@@ -25,17 +25,22 @@ FeedForward = SwiGLU | KoopmanMLP | MixtureOfExperts
 
 @known_names
 class Block(nn.Module):
-    """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp.
+    """x ← x + attention(norm(x)), then x ← x + mlp(norm(x)) if there is an mlp.
 
-    Or another composition of the same stages (``zonal.nn.stage``).
+    ``residual`` chooses another composition of the same stages (see ``zonal.nn.stage``).
 
     Args:
-        attention: the token mixer, an ``Attention`` or a recurrence such as ``Mamba2``; its ``dim`` is the block's.
-        mlp: the feed-forward layer, or None for a block of the mixer alone.
+        attention: the token mixer, an ``Attention`` or a recurrence such as ``Mamba2``. Its ``dim`` is that of the
+            block.
+        mlp: the feed-forward layer. None: the block has only the mixer.
         eps: ε of the two norms.
-        residual: "pre"; "post", x ← norm(x + attention(x)); "gated", x ← x + gate(x) ⊙ attention(norm(x)); "dense",
-            "pre" on a learned sum of all records so far, x being the embedding and what each earlier block left.
-        records: for "dense", how many those are: the block's place in its model, from 1.
+        residual: "pre": as above. "post": x ← norm(x + attention(x)). "gated": x ← x + gate(x) ⊙ attention(norm(x)).
+            "dense": as "pre", applied to a learned sum of all records so far: the embedding and the outputs of all
+            earlier blocks.
+        records: for "dense", the number of these records, which is the place of the block in its model, from 1.
+
+    Raises:
+        ArgumentError: ``residual`` is unknown.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Block(nn.Module):
         self.mlp_gate = GatedResidual(dim, eps) if gated and mlp is not None else None
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights but the operator's own."""
+        """Draw all weights except those of the operator."""
         self.history.reset_parameters()
         self.attention_norm.reset_parameters()
         self.attention.reset_parameters(draws.child("attention"))
@@ -74,17 +79,17 @@ class Block(nn.Module):
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the block."""
         return self.attention.empty_memory(batch, dtype, device)
 
     def mixing(self, update: Callable[[Tensor], Any] | None = None) -> Stage:
-        """The first stage. update: the block's attention, unless another call of it is given."""
+        """The first stage. update: another call of the attention; None: the attention of the block."""
         return self._stage(
             self.attention if update is None else update, self.history, self.attention_norm, self.attention_gate
         )
 
     def feeding(self) -> Stage | None:
-        """The second stage, where there is an mlp."""
+        """The second stage, or None without an mlp."""
         return (
             None
             if self.mlp is None or self.mlp_norm is None
@@ -110,11 +115,19 @@ class Block(nn.Module):
         mass: Tensor | None = None,
         action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Past]:
-        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or
-        asked for, as in ``TokenMixer``; mass as in ``Attention``.
+        """Apply the block.
 
-        action_mask: (B, T), False = a ridge or Koopman read-out of this block reads the token and does not store it;
-            other mixers have no such choice.
+        Args:
+            x: (B, T, dim), or a tuple of all records so far.
+            action_mask: bool (B, T). A ridge or Koopman read-out reads a token with False but does not store it. Other
+                mixers ignore it.
+            memory, return_memory, key_padding_mask, cu_seqlens, path: as in ``TokenMixer.forward``.
+            mass: as in ``Attention.forward``.
+
+        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
+
+        Raises:
+            ArgumentError: shapes do not fit, or mass is given to a mixer other than ``Attention``.
         """
         mixer = self.attention
         if mass is not None:

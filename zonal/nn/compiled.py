@@ -12,7 +12,9 @@ from zonal.kernels.native import Reason
 
 
 def refusal(*tensors: Tensor | None) -> Reason:
-    """Why torch runs in the kernel's place on these tensors, or None. The kernel is compiled at its first use."""
+    """The reason why torch runs instead of the compiled kernel on these tensors, or None. Compiles the kernel at first
+    use.
+    """
     given = [x for x in tensors if x is not None]
     reason = FAMILY.refusal(given[0].device.type, given[0].dtype, lambda: _unfit(given))
     if reason is not None or torch.compiler.is_compiling():

@@ -56,24 +56,27 @@ class _Filter(torch.autograd.Function):
 
 
 class ShortConvolution(nn.Module):
-    """y_t = Σ_{i<w} a_i ⊙ x_{t−i} (+ b), one filter a channel, optionally followed by SiLU.
+    """A causal depthwise convolution: y_t = Σ_{i<w} a_i ⊙ x_{t−i} (+ b), optionally followed by SiLU.
 
-    The tokens before the first come from ``tail`` (w − 1 tokens, zeros for a new sequence). One pass over a sequence,
-    many passes over its pieces and one pass a token give the same values. A padded token does not exist: it neither
-    enters a window nor takes a place in the tail, and its own output is zero. Packed documents do not see each other.
+    ``tail`` holds the w − 1 tokens before the first; it is zero for a new sequence. A sequence gives the same values in
+    one pass, in pieces, and token by token. Padded tokens are skipped: they enter neither a window nor the tail, and
+    their output is zero. Packed documents do not see each other.
 
-    Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters
-    q, k and v after their projections, with SiLU, without bias. Here the layer input is filtered, without bias and
-    without activation unless asked for. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
+    Other libraries differ: the ``BaseConv`` of zoology filters the layer input with a bias and no activation; fla
+    filters q, k and v after their projections, with SiLU and without bias. Here the layer input is filtered, by default
+    without bias and activation. All three start from torch's default for Conv1d, U(−1/√w, 1/√w).
 
-    In float32 on a CPU more than one token goes through a compiled kernel, forward and backward (``ZONAL_KERNELS=off``:
+    In float32 on a CPU, more than one token runs in a compiled kernel, forward and backward (``ZONAL_KERNELS=off``:
     torch).
 
     Args:
-        dim: channels.
-        width: w >= 2, the number of tokens in a window.
+        dim: number of channels.
+        width: w, the number of tokens in a window, at least 2.
         activation: None or "silu".
         bias: add b.
+
+    Raises:
+        ArgumentError: sizes or the activation are not as required.
     """
 
     def __init__(self, dim: int, width: int, activation: str | None = None, bias: bool = False) -> None:
@@ -99,7 +102,7 @@ class ShortConvolution(nn.Module):
     def empty_tail(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """The tail of a sequence that has not begun: zeros (batch, w − 1, dim)."""
+        """The tail of a new sequence: zeros (batch, w − 1, dim)."""
         return torch.zeros(
             batch, self.width - 1, self.dim, dtype=dtype or self.weight.dtype, device=device or self.weight.device
         )
@@ -116,13 +119,14 @@ class ShortConvolution(nn.Module):
 
         Args:
             x: (B, T, dim).
-            tail: (B, w − 1, dim), the tokens before x; None = none.
-            key_padding_mask: (B, T), True = real token.
-            cu_seqlens: (N + 1,) offsets of packed documents; B = 1, without ``tail``.
+            tail: (B, w − 1, dim), the tokens before x. None: a new sequence.
+            key_padding_mask: bool (B, T), True for a real token.
+            cu_seqlens: (N + 1,) offsets of packed documents, for B = 1 and without ``tail``.
 
         Returns: y (B, T, dim) and the new tail (B, w − 1, dim), a copy that does not keep x alive.
 
-        Raises: ArgumentError when shapes do not fit.
+        Raises:
+            ArgumentError: shapes do not fit.
         """
         (y,), tail = self.parts(x, [self.dim], tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return y.flatten(2), tail
@@ -137,8 +141,8 @@ class ShortConvolution(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """``forward`` with y in up to three parts of ``sizes`` channels, the first as (B, T, heads, size / heads): each
-        is written and gets its gradient where it is used.
+        """``forward`` with y split into up to three parts of ``sizes`` channels. The first has shape
+        (B, T, heads, size / heads). Each part is a tensor of its own, so its gradient needs no copy.
 
         Other arguments and errors are those of ``forward``.
         """

@@ -15,11 +15,12 @@ from zonal.nn.attention import Attention
 
 @dataclass(frozen=True)
 class LayerDiagnostics:
-    """What a layer has of some inputs when it has read them all.
+    """The state of a layer after it has read its inputs.
 
-    state: of its sums, (B, Hkv). leverage (B, Hkv, T): z A^-1 z of each token's key, whose sum is ``state.used`` where
-    nothing fades; what has faded since is not taken off. lengths (B, Hkv, T): |z|, of keys as they are stored (limited
-    and gated).
+    state: diagnostics of its sums, per sequence and key head, (B, Hkv).
+    leverage: (B, Hkv, T), z A^-1 z for the key z of each token. Without fading their sum is ``state.used``; the fading
+        that followed a token is not subtracted.
+    lengths: (B, Hkv, T), |z| of the keys as they are stored, limited and gated.
     """
 
     state: RidgeDiagnostics
@@ -29,10 +30,10 @@ class LayerDiagnostics:
 
 @torch.no_grad()
 def of_memory(memory: Memory) -> RidgeDiagnostics:
-    """The diagnostics of a memory of ridge statistics, one that fades or not; tokens that wait for their chunk to end
-    are in it.
+    """The diagnostics of a memory of ridge statistics, fading or not. Tokens of an unfinished chunk are included.
 
-    Raises: ArgumentError for another kind of memory.
+    Raises:
+        ArgumentError: the memory is of another kind.
     """
     gram, regular, shift = _sums(memory)
     return diagnose(gram, regular, shift)
@@ -55,9 +56,10 @@ def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
 def of_layer(
     layer: Attention, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None
 ) -> LayerDiagnostics:
-    """The diagnostics of a layer after inputs x (B, T, dim); masks as in the layer.
+    """The diagnostics of a layer after inputs x (B, T, dim). The masks are those of the layer.
 
-    Raises: ArgumentError for layers around other operators.
+    Raises:
+        ArgumentError: the operator of the layer is not a ridge or Koopman read-out.
     """
     memory = layer(x, return_memory=True, key_padding_mask=key_padding_mask, action_mask=action_mask)[1].memory
     gram, regular, shift = _sums(memory)

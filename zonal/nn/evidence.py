@@ -1,5 +1,5 @@
-"""What the heads of a trained layer make of some inputs: how much of a score no one sees, how much is the keys' own,
-and how few numbers do for the rest.
+"""How the scores of a trained layer divide, per head: the part that the weights do not see, the part that depends only
+on the key, and how well dot products of few numbers explain the rest.
 """
 
 import itertools
@@ -23,17 +23,18 @@ from zonal.theory.probe import Observed, Probe
 
 @dataclass(frozen=True)
 class HeadForm:
-    """Of one head's log evidence log K = rows + columns + interaction, over all sequences.
+    """The form of the log kernel of one head, log K = rows + columns + interaction, over all sequences.
 
-    rows, columns, interaction: shares of its energy about its mean, of sum 1. gauge: the share that the weights do not
-    see, by the anchor's own probe: rows for anchors that divide by a row's sum, rows and columns for balanced plans,
-    none for Count and Raw. explained: of the interaction's energy, by rank.
-    spectrum: of that energy, the share of each singular value, zeros standing at forbidden pairs, where what is fitted
-        to the allowed ones explains more.
-    uniform, by_columns, by_rank: nats by which a query's weights differ, on average, from those that the anchor makes
-    of the row field alone (equal ones, but for plans under a mask), of the column field too, and of the dot product of
-    each rank as well (``probe.divergence``). refined: the last, with form and dot product fitted to the weights; empty
-    where that was not asked for, and for plans.
+    rows, columns, interaction: shares of the energy of log K about its mean; they sum to 1.
+    gauge: the share that the weights do not see: rows for anchors that divide by the row sum, rows and columns for
+        balanced plans, nothing for Count and Raw.
+    explained: for each rank, the share of the energy of the interaction that a dot product of this rank explains.
+    spectrum: the share of each singular value of the interaction, with zeros at forbidden pairs. Under a mask the fit
+        to the allowed pairs explains more than this.
+    uniform, by_columns, by_rank: the mean divergence in nats between the weights of a query and those that the anchor
+        makes of the row field only (equal weights, except for plans under a mask), of row and column field, and of
+        both with the dot product of each rank (``probe.divergence``).
+    refined: as ``by_rank``, with the form fitted to the weights. Empty if it was not asked for, and for plans.
     """
 
     rows: float
@@ -49,8 +50,8 @@ class HeadForm:
 
 
 class HeadMaps(NamedTuple):
-    """One head on one sequence, (T, T) each, -inf where a pair is forbidden: log K, its interaction, the dot product of
-    a rank that is nearest to that, and the layer's weights.
+    """One head on one sequence, (T, T) each, with -inf at forbidden pairs: log K, its interaction, the dot product of
+    the given rank that is nearest to the interaction, and the weights.
     """
 
     evidence: Tensor
@@ -91,9 +92,9 @@ class _PlanProbe(Probe):
 
 
 def refusal(operator: Operator) -> str | None:
-    """Why heads of this operator have no form: no logarithm, or an anchor that is no probe of single pairs.
+    """The reason why heads of this operator have no form, or None if they have one.
 
-    None: they have one.
+    There is no form if the kernel has no logarithm or if the weights are not a function of single pairs.
     """
     if not operator.tags.positive:
         return f"the kernel of {operator.spec} may be negative"
@@ -112,12 +113,19 @@ def refusal(operator: Operator) -> str | None:
 
 @torch.no_grad()
 def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refine: int = 0) -> list[HeadForm]:
-    """The form of each head after inputs x (B, T, dim). ranks: rising. refine: steps of ``probe.refined``, 0 = none.
+    """The form of each head after inputs x (B, T, dim).
 
-    Under a mask, a causal one too, the rank is fitted to the allowed pairs (``probe.normal_form``), which shows at
-    least what is explained.
+    Under a mask, also a causal one, the dot products are fitted to the allowed pairs (``probe.normal_form``). The share
+    that they explain is then a lower bound.
 
-    Raises: ArgumentError for ranks that do not rise or exceed T, and for operators that ``refusal`` names.
+    Args:
+        layer: the layer.
+        x: (B, T, dim).
+        ranks: rising ranks of dot products.
+        refine: steps of ``probe.refined``. 0: none.
+
+    Raises:
+        ArgumentError: ranks do not rise or exceed T, or ``refusal`` returns a reason.
     """
     for rank in ranks:
         require_whole("nn.evidence.forms: ranks", rank)
@@ -137,7 +145,7 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
 
 @torch.no_grad()
 def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
-    """What each head makes of the first of the inputs x (B, T, dim), pair by pair. Raises: as ``forms``."""
+    """The maps of each head for the first sequence of x (B, T, dim). Raises: as ``forms``."""
     require_whole("nn.evidence.maps: rank", rank)
     require(
         rank <= x.shape[1],

@@ -1,4 +1,4 @@
-"""The mixture of experts: feed-forward layers among which every token takes a few."""
+"""The mixture of experts: each token uses a few of many feed-forward layers."""
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +11,24 @@ from zonal.theory.update import Conditional
 
 
 class MixtureOfExperts(nn.Module):
-    """y_t = Σ_e g_te E_e(x_t), E_e a SwiGLU, g_t the softmax of W_r x_t over its ``top`` largest entries and 0
-    elsewhere: a conditional on experts.
+    """y_t = Σ_e g_te E_e(x_t), where E_e is a SwiGLU. g_t is the softmax over the ``top`` largest entries of W_r x_t,
+    and 0 for the other experts.
 
-    Each expert runs on the tokens that take it, and no token is ever dropped: tokens do not meet, so that one at a time
-    and all at once are the same (but where two entries of W_r x are equal up to rounding). Nothing balances the
-    experts; ``load`` says how they are used.
+    Each expert runs on the tokens that choose it, and no token is dropped. The result of a token does not depend on
+    other tokens, except that rounding may change the choice between two equal entries of W_r x. There is no balancing
+    loss; ``load`` shows how the experts are used.
 
     Args:
-        dim: input and output size.
-        hidden: size between, of each expert.
-        experts: E, how many.
-        top: how many of them a token takes, at least 2: the share of one alone would be 1, and nothing would teach W_r.
-            E = all of them.
+        dim: size of input and output.
+        hidden: hidden size of each expert.
+        experts: number of experts E.
+        top: experts per token, from 2 to E. With 1 the weight would always be 1, and W_r would get no gradient.
 
     Source: Shazeer et al. 2017, arXiv 1701.06538, with the softmax after the choice as in Jiang et al. 2024, arXiv
         2401.04088.
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int = 8, top: int = 2) -> None:
@@ -46,27 +46,25 @@ class MixtureOfExperts(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Weights as in a SwiGLU; every expert has its own."""
+        """Draw the weights of each expert as in a SwiGLU, each from its own stream."""
         draws.normal_(self.router.weight, "router.weight")
         draws.normal_(self.gate, "gate")
         draws.normal_(self.up, "up")
         draws.normal_(self.down, "down", output=True)
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token (..., top), and their shares in float32 or better, which sum to 1."""
+        """The experts of each token (..., top), and their weights, which sum to 1, in float32 or better."""
         logits, index = self.router(x).topk(self.top, -1)
         return index, logits.to(accumulation_dtype(x.dtype)).softmax(-1)
 
     def shares(self, x: Tensor) -> Tensor:
-        """g (..., E), 0 where an expert is not taken."""
+        """g (..., E): the weights of all experts, 0 for those that are not chosen."""
         index, share = self.chosen(x)
         return share.new_zeros(*x.shape[:-1], self.experts).scatter(-1, index, share)
 
     @torch.no_grad()
     def load(self, x: Tensor) -> Tensor:
-        """Of all that tokens take, the part that each expert gets: (E,), of sum 1; 1 / E each where they are used
-        alike.
-        """
+        """The share of all choices that each expert gets, (E,). The shares sum to 1; 1 / E each is a balanced use."""
         index, _ = self.chosen(x)
         return torch.bincount(index.flatten(), minlength=self.experts) / index.numel()
 
@@ -84,9 +82,7 @@ class MixtureOfExperts(nn.Module):
         return torch.zeros_like(flat).index_add(0, token, y).view(x.shape)
 
     def dense(self, x: Tensor) -> Tensor:
-        """The definition: every expert on every token, and the conditional of the shares. x (..., dim) -> (...,
-        dim).
-        """
+        """The definition, which runs every expert on every token. x (..., dim) -> (..., dim)."""
         shares = Conditional(self.shares(x))
         values = torch.stack([self._expert(x, each) for each in range(self.experts)], -2)
         return shares(values.to(shares.weights.dtype)).to(x.dtype)

@@ -1,5 +1,5 @@
-"""What MesaNet, Gated KalmaNet and Gated DeltaNet share: projections, convolution, gates and read-out around one matrix
-a head.
+"""The common parts of MesaNet, Gated KalmaNet and Gated DeltaNet: projections, convolution, gates and read-out around
+one matrix per head.
 """
 
 import abc
@@ -37,15 +37,15 @@ class Mixed(NamedTuple):
 
 
 class FastWeights(TokenMixer):
-    """y_t from a matrix a head that fades and is written at each token; keys and queries have norm 1.
+    """A token mixer that keeps one matrix per head, fades it, and writes to it at each token.
 
-    [q, k, v, z, …] = W_I x; q and k (and v where ``convolves_values``) pass a causal depthwise convolution and SiLU,
-    then q and k are divided by their norms. A read-out y (P numbers per head) is normed head by head with one gain of
-    size P, multiplied by SiLU(z) where ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each
-    with keys of its own.
+    [q, k, v, z, …] = W_I x. q and k (and v if ``convolves_values``) pass a causal depthwise convolution and SiLU; q and
+    k are then divided by their norms. The output y (P numbers per head) is normed per head with one gain of size P,
+    multiplied by SiLU(z) if ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each with its own
+    keys.
 
-    The matrices are a ``zonal.Memory`` of sums that fade. Every path is the same recurrence in blocks: of 64 tokens
-    ("auto", "chunked"), of one ("streaming"), of all ("dense").
+    The matrices are a ``zonal.Memory`` of sums that fade. All paths compute the same recurrence in blocks: of 64 tokens
+    ("auto", "chunked"), of one token ("streaming"), or of all tokens ("dense").
     """
 
     gated: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class FastWeights(TokenMixer):
     @property
     @abc.abstractmethod
     def columns(self) -> int:
-        """Columns of a head's matrix; it has ``state`` rows."""
+        """Number of columns of the matrix of a head; it has ``state`` rows."""
 
     @abc.abstractmethod
     def _reset_gates(self, draws: Draws) -> None:
@@ -110,7 +110,7 @@ class FastWeights(TokenMixer):
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
         statistics = torch.promote_types(dtype, torch.float32)
@@ -131,7 +131,10 @@ class FastWeights(TokenMixer):
     ) -> Tensor | tuple[Tensor, Past]:
         """Run the recurrence.
 
-        Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above.
+        Arguments, result and errors are those of ``TokenMixer.forward``.
+
+        Raises:
+            PathError: ``path`` is not one of those above.
         """
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         size = self._block(path, x.shape[1])

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a matrix that fades and is corrected, at each token, towards the token's value."""
+"""Gated DeltaNet: a fading matrix that each token corrects towards its own value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,29 +14,31 @@ from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 
 
 class GatedDeltaNet(FastWeights):
-    """S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, y_t = S_tᵀ q_t / √N, a matrix S (N × P) a head.
+    """S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and y_t = S_tᵀ q_t / √N, with one matrix S (N × P) per head.
 
-    α = e^{−A softplus(a + b)} fades, β = σ(c) corrects: with β = 1 the value stored with k_t becomes v_t. One step of
-    gradient descent of rate β on ½ ‖Sᵀ k_t − v_t‖² from α_t S_{t−1}. Layer, gates and norm are those of
-    ``FastWeights``; a, c from W_I x.
+    α = e^{−A softplus(a + b)} fades the matrix, and β = σ(c) corrects it: with β = 1 the value stored with k_t becomes
+    v_t. The update is one step of gradient descent with rate β on ½ ‖Sᵀ k_t − v_t‖², from α_t S_{t−1}. a and c come
+    from W_I x. Projections, gates and norm are those of ``FastWeights``.
 
-    In a block, the values that are really added, u_t = β_t (v_t − α_t S_{t−1}ᵀ k_t), solve one unit triangular system
-    (I + L) U = β (V − reach ⊙ K S), L_ts = β_t e^{g_{s+1} + … + g_t} (k_t·k_s) for s < t (the WY form); S is then a sum
-    that fades over k and u.
+    Within a block, the values that are added, u_t = β_t (v_t − α_t S_{t−1}ᵀ k_t), solve one unit triangular system
+    (I + L) U = β (V − reach ⊙ K S) with L_ts = β_t e^{g_{s+1} + … + g_t} (k_t·k_s) for s < t (the WY form). S is then a
+    fading sum over k and u.
 
     Args:
         dim: size of input and output.
-        state: N, numbers in a key.
-        head_dim: P, channels of a head.
-        expand: channels of all heads over dim.
-        conv: width of the convolution on q, k and v.
+        state: N, entries of a key.
+        head_dim: P, channels per head.
+        expand: channels of all heads divided by dim.
+        conv: width in tokens of the convolution on q, k and v.
         norm_eps: ε of the norm.
 
-    Cost: T (N P + 64 (N + P)) a head, a few times; memory of a decoder: N P + conv numbers, whatever the length.
+    Cost per head: a small multiple of T (N P + 64 (N + P)). A decoder keeps N P + conv numbers per head, for any
+        length.
 
     Source: Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464; blocks as in Yang et al. 2024, arXiv 2406.06484.
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class GatedDeltaNet(FastWeights):
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
 
     def learned(self) -> dict[str, Any]:
-        """rates: what a head keeps of its matrix over one token with a = 0."""
+        """rates: the factor by which each head fades its matrix over one token with a = 0."""
         return self._started()
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,10 +86,12 @@ def delta_rule(
     """S_t = e^{g_t} (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and y_t = S_tᵀ q_t.
 
     Args:
-        q, k: (B, H, T, N). v: (B, H, T, P).
-        write: β (B, H, T, 1). log_decay: g (B, H, T) float64.
-        state: (B, H, N, P), S before the first token.
-        size: tokens in a block; any gives the same values.
+        q, k: (B, H, T, N).
+        v: (B, H, T, P).
+        write: β (B, H, T, 1).
+        log_decay: g (B, H, T), float64.
+        state: S before the first token, (B, H, N, P).
+        size: tokens per block. It does not change the values.
 
     Returns: y (B, H, T, P), S after the last token, and u (B, H, T, P).
     """

@@ -1,4 +1,4 @@
-"""Gated KalmaNet: ridge regression that fades, its regulariser following the keys, solved by Chebyshev iteration."""
+"""Gated KalmaNet: fading ridge regression whose ridge follows the keys, solved by Chebyshev iteration."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,27 +20,28 @@ class GatedKalmaNet(FastWeights):
     √N.
 
     κ = β k and ν = β v with β = σ(c + d); α = e^{−A softplus(a + b)}; m = σ(e + f) mixes the solved query with the
-    plain one; all from W_I x. λ_t = ridge · ‖H_t‖_F, so the condition of every system is at most (1 + ridge) / ridge,
-    whatever was written. It is solved for all tokens at once by Chebyshev iteration with the bounds λ_t and λ_t +
-    ‖H_t‖_F. A token sees itself. Layer and norm are those of ``FastWeights``.
+    plain one. a, c and e come from W_I x. λ_t = ridge · ‖H_t‖_F, so the condition number of every system is at most (1
+    + ridge) / ridge. All tokens are solved at once by Chebyshev iteration with the bounds λ_t and λ_t + ‖H_t‖_F. A
+    token sees itself. Projections and norm are those of ``FastWeights``.
 
     Args:
         dim: size of input and output.
-        state: N, numbers in a key.
-        head_dim: P, channels of a head.
-        expand: channels of all heads over dim.
-        conv: width of the convolution on q, k and v.
-        steps: steps of Chebyshev iteration; 30 with ridge 0.02 leave 4e-4 of the error.
-        ridge: λ over ‖H‖_F.
+        state: N, entries of a key.
+        head_dim: P, channels per head.
+        expand: channels of all heads divided by dim.
+        conv: width in tokens of the convolution on q, k and v.
+        steps: steps of Chebyshev iteration. 30 steps with ridge 0.02 leave 4e-4 of the error.
+        ridge: λ divided by ‖H‖_F.
         norm_eps: ε of the norm.
 
-    The derivative is that of the exact solution, through λ too, by one more solve.
+    The derivative is that of the exact solution, including λ, and takes one more solve.
 
-    Cost: steps · T · 2 N (N + 64) a head, and as much backward; memory of a decoder: N (N + P) + conv numbers.
+    Cost per head: steps · T · 2 N (N + 64), and as much backward. A decoder keeps N (N + P) + conv numbers per head.
 
     Source: Peng et al. 2025, arXiv 2511.21016.
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     gates = 3
@@ -81,7 +82,7 @@ class GatedKalmaNet(FastWeights):
         nn.init.zeros_(self.mix_bias)
 
     def learned(self) -> dict[str, Any]:
-        """rates: what a head keeps over one token with a = 0."""
+        """rates: the factor by which each head fades its matrices over one token with a = 0."""
         return self._started()
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,8 +112,8 @@ class GatedKalmaNet(FastWeights):
 
 
 def kalman(sums: FadingSums, q: Tensor, share: Tensor, ridge: float, steps: int) -> Tensor:
-    """U_tᵀ (m (H_t + λ_t)⁻¹ q_t + (1 − m) q_t) from sums over κ and [κ, ν]: q, share in blocks (B, H, n, C, ·) -> (B,
-    H, n, C, P).
+    """U_tᵀ (m (H_t + λ_t)⁻¹ q_t + (1 − m) q_t) for sums over κ and [κ, ν]. q and share are in blocks (B, H, n, C, ·);
+    the result is (B, H, n, C, P).
     """
     square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
     norm = sums.frobenius(square)

@@ -1,5 +1,5 @@
-"""Gates that a layer of attention makes from its input: how fast the past fades, how strongly a key is stored, and what
-tokens give and receive in a plan.
+"""Gates that an attention layer computes from its input: how fast the past fades, how strongly a key is stored, and the
+masses of tokens in a plan.
 """
 
 import torch
@@ -17,12 +17,12 @@ _OPEN = 4.0
 
 
 class DecayGate(nn.Module):
-    """log λ = log σ(W x + b), or −c σ(W x + b) where the fastest log decay −c is given; one number per token and head.
+    """log λ = log σ(W x + b), or −c σ(W x + b) if the fastest log decay −c is given: one number per token and head.
 
     Args:
         dim: size of x.
-        rates: λ of each head at x = 0, where the gate starts.
-        fastest: c > 0, or None for no limit. A rate nearer to it than a tenth starts at that.
+        rates: λ of each head at x = 0, the initial rate.
+        fastest: c > 0, or None for no limit. Initial rates faster than a tenth of the limit are set to that value.
     """
 
     def __init__(self, dim: int, rates: Tensor, fastest: float | None = None) -> None:
@@ -53,11 +53,12 @@ def fastest_decay(width: int) -> float:
 
 
 class KeyGate(nn.Module):
-    """w = σ(W x + b) a token and key head, nearly open at the start (b = 4): a key is stored as w z, a distractor with
-    a short one.
+    """w = σ(W x + b) per token and key head, nearly 1 at the start (b = 4). A key z is stored as w z, so a small w
+    stores a distractor weakly.
 
     Args:
-        dim: size of x. heads: key heads.
+        dim: size of x.
+        heads: number of key heads.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -66,7 +67,7 @@ class KeyGate(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw W; b = 4, which is w = 0.98."""
+        """Draw W, and set b = 4, which gives w = 0.98."""
         draws.normal_(self.projection.weight, "projection.weight")
         nn.init.constant_(self.projection.bias, _OPEN)
 
@@ -76,11 +77,12 @@ class KeyGate(nn.Module):
 
 
 class MassGate(nn.Module):
-    """e^(W x + b) a token and head, 1 at the start: what a token gives or receives in a plan, as a part of its
-    document's sum.
+    """e^(W x + b) per token and head, 1 at the start: the mass that a token gives or receives in a plan, relative to
+    the sum over its document.
 
     Args:
-        dim: size of x. heads: of queries, or of keys.
+        dim: size of x.
+        heads: number of query heads or of key heads.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -89,12 +91,12 @@ class MassGate(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """W = 0 and b = 0: all masses alike."""
+        """Set W = 0 and b = 0, so that all masses are equal."""
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, dim) -> masses (B, heads, T) in (0, 1] in float32 or better, the largest of a sequence being 1."""
+        """x (B, T, dim) -> masses (B, heads, T) in (0, 1], in float32 or better. The largest of a sequence is 1."""
         z = self.projection(x).transpose(1, 2)
         z = z.to(accumulation_dtype(z.dtype))
         return (z - z.amax(-1, keepdim=True).detach()).exp()

@@ -1,7 +1,7 @@
-"""How weights start: one independent random stream a parameter, named by the parameter.
+"""Initial weights: one independent random stream per parameter, named by the parameter.
 
-Two models that differ only in their operator then share every parameter that has the same name and shape, bit for bit,
-whatever else either of them draws. This is what makes a comparison of operators start from one point.
+Two models that differ only in their operator therefore share, bit for bit, every parameter of equal name and shape, so
+a comparison of operators starts from one point.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Draws:
         return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def whole(self, name: str) -> int:
-        """A whole number from the stream of ``name``, to seed what draws from a generator of its own."""
+        """An integer from the stream of ``name``, to seed another generator."""
         return int(torch.randint(2**63 - 1, (), generator=self.generator(name), device="cpu"))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Where the keys of a trained layer lie in the spaces of its metric, and those spaces on paper."""
+"""The positions of the keys of a trained layer in the spaces of its metric, and their projection to two dimensions."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,12 @@ from zonal.nn.attention import Attention
 
 @dataclass(frozen=True)
 class Part:
-    """One space of a head's metric. name: of its metric. curvature: 1, 0 or -1, None where it has no constant one.
+    """One space of the metric of a head.
 
-    points (n, 2): the keys on paper (``on_paper``). share: how much of them is seen there, in [0, 1].
+    name: the name of its metric.
+    curvature: 1, 0 or -1, or None if it is not constant.
+    points: (n, 2), the projected keys (``on_paper``).
+    share: the share of the sum of squares of the keys that the projection shows, in [0, 1].
     """
 
     name: str
@@ -26,7 +29,7 @@ class Part:
 
 
 def metric_of(layer: object) -> Metric | None:
-    """The metric by which a layer attends, None for one that has none."""
+    """The metric of a layer, or None if its score has none."""
     if not isinstance(layer, Attention) or not isinstance(layer.operator.score, NegativeDistance):
         return None
     return layer.operator.score.metric
@@ -34,10 +37,11 @@ def metric_of(layer: object) -> Metric | None:
 
 @torch.no_grad()
 def of_layer(layer: Attention, x: Tensor) -> list[list[Part]]:
-    """For each key head of a layer the spaces of its metric with the keys of x (B, T, dim), all sequences one after
+    """For each key head of a layer, the spaces of its metric with the keys of x (B, T, dim), one sequence after
     another.
 
-    Raises: ArgumentError for a layer that does not attend by distance, or keys that are not finite.
+    Raises:
+        ArgumentError: the score of the layer is not a distance, or keys are not finite.
     """
     metric = metric_of(layer)
     if metric is None:
@@ -60,14 +64,15 @@ def _part(name: str, metric: Metric, keys: Tensor) -> Part:
 
 
 def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
-    """Points (n, D) of a space as (n, 2), float64, and the share of their sum of squares that lies in the two
-    directions shown.
+    """Points (n, D) of a space as float64 points (n, 2), and the share of their sum of squares in the two directions
+    shown.
 
-    A sphere is seen from afar, in its first two principal axes: all lie in the unit disk. Of hyperbolic space it is
-    Poincaré's disk: each point keeps its distance from the origin, its direction is that of its first two principal
-    axes. All else is drawn from its mean, in principal axes.
+    A sphere is projected on its first two principal axes, so all points lie in the unit disk. Hyperbolic space is shown
+    as the Poincaré disk: each point keeps its distance from the origin and the direction of its first two principal
+    axes. All other spaces are centred and projected on their principal axes.
 
-    Raises: ArgumentError for points that are no table, none, or not finite.
+    Raises:
+        ArgumentError: points are not a finite (n, D) tensor with n >= 1.
     """
     if points.ndim != 2 or points.numel() == 0 or not bool(torch.isfinite(points).all()):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Layers of the Echo paper that are no operators: the Koopman MLP and the Clebsch-Gordan lift of queries and keys."""
+"""Layers of the Echo paper that are not operators: the Koopman MLP and the Clebsch-Gordan lift of queries and keys."""
 
 import math
 
@@ -11,17 +11,22 @@ from zonal.nn.initialise import Draws
 
 
 class KoopmanMLP(nn.Module):
-    """y = W_read z with z_i = λ_i u_i over complex pairs u_i of SiLU(W_lift x), λ_i = σ(a_i) e^{-iθ_i} learned and
+    """y = W_read z, where z_i = λ_i u_i over complex pairs u_i of SiLU(W_lift x), with learned λ_i = σ(a_i) e^{-iθ_i}
     inside the unit disk.
 
-    Ungated it is the plain layer W SiLU(W_lift x), for the rotations fold into W_read: two matrices where a SwiGLU has
-    three, and nothing that a plain layer of that size could not learn. ``gated`` puts σ(W_gate x) ⊙ z before W_read,
-    which is more than that. σ(a_i) is 0.95 at the start. Source: Echo, section 3.3.
+    Without the gate this equals a plain layer W SiLU(W_lift x), because W_read can absorb the rotations. It has two
+    matrices where a SwiGLU has three. ``gated`` inserts σ(W_gate x) ⊙ z before W_read, which a plain layer cannot
+    express. σ(a_i) starts at 0.95.
 
     Args:
-        dim: input and output size.
-        hidden: size between, even; None = 64 ⌈(8/3) dim / 64⌉, the paper's.
-        gated: the gated form, with the parameters of a SwiGLU of the same size and two numbers per pair.
+        dim: size of input and output.
+        hidden: hidden size, even. None: 64 ⌈(8/3) dim / 64⌉, as in the paper.
+        gated: use the gate. The layer then has the parameters of a SwiGLU of the same size and two numbers per pair.
+
+    Source: Echo, section 3.3.
+
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, dim: int, hidden: int | None = None, *, gated: bool = False) -> None:
@@ -40,7 +45,7 @@ class KoopmanMLP(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Weights as in a SwiGLU, σ(a) = 0.95, angles spread over the circle."""
+        """Draw the weights as in a SwiGLU; set σ(a) = 0.95 and spread the angles over the circle."""
         draws.normal_(self.lift.weight, "lift.weight")
         if self.gate is not None:
             draws.normal_(self.gate.weight, "gate.weight")
@@ -67,18 +72,22 @@ class KoopmanMLP(nn.Module):
 
 
 class CGLift(nn.Module):
-    """ψ(k) = [|k_j|² − μ_j ; Re k_j² ; Im k_j²] over complex pairs k_j, then z = Φ ψ(k): queries and keys of degree
-    two.
+    """ψ(k) = [|k_j|² − μ_j ; Re k_j² ; Im k_j²] over complex pairs k_j, then z = Φ ψ(k): quadratic features of queries
+    and keys.
 
-    |k_j|² does not change when a pair is rotated, so that part of a score knows no rotary positions; k_j² turns with
-    twice the angle. μ is learned and starts at the mean: without it all keys share a large common part, and every
-    memory seems to persist.
-    Source: Echo, appendix B, with the centring that it lacks.
+    |k_j|² does not change when a pair is rotated, so this part of a score does not depend on rotary positions; k_j²
+    rotates by twice the angle. μ is learned and starts at the mean of |k_j|². Without it all keys would share a large
+    common part.
 
     Args:
-        dim: size of q and k of a head, even.
-        rank: size of z.
-        mean: where μ starts, the mean of |k_j|² over tokens.
+        dim: size of queries and keys per head, even.
+        rank: size of z, at most 3 dim / 2.
+        mean: initial value of μ, the mean of |k_j|² over tokens.
+
+    Source: Echo, appendix B. The centring by μ is this project's.
+
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, dim: int, rank: int, *, mean: float = 2.0) -> None:
@@ -94,7 +103,7 @@ class CGLift(nn.Module):
         self.reset_parameters(Draws(), mean=mean)
 
     def reset_parameters(self, draws: Draws, *, mean: float = 2.0) -> None:
-        """Φ semi-orthogonal, μ = mean."""
+        """Set Φ to a semi-orthogonal matrix and μ to ``mean``."""
         draws.orthogonal_(self.projection.weight, "projection.weight", 1)
         nn.init.constant_(self.mean, mean)
 

@@ -1,4 +1,4 @@
-"""Mamba-2 (state space duality): a selective recurrence as linear attention with a decay a token and head."""
+"""Mamba-2 (state space duality): linear attention with a decay per token and head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,32 +18,33 @@ from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ss
 
 
 class Mamba2(TokenMixer):
-    """h_t = e^{−A Δ_t} h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D ⊙ x_t, out = W_O norm(y ⊙ SiLU(z)), a state h (P × N)
-    a head.
+    """h_t = e^{−A Δ_t} h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D ⊙ x_t, out = W_O norm(y ⊙ SiLU(z)), with a state h (P
+    × N) per head.
 
-    [z, x, B, C, Δ] = W_I u; x, B and C pass a causal depthwise convolution and SiLU first; Δ = softplus(Δ + b). B and C
-    are keys and queries shared by the heads of a group, Δ x the values, −A Δ the log decay, so this is
-    ``zonal.attention`` of one operator: it has the same paths, and its state is a ``zonal.Memory``. The norm is over
-    each group's channels.
+    [z, x, B, C, Δ] = W_I u. x, B and C pass a causal depthwise convolution and SiLU, and Δ = softplus(Δ + b). B and C
+    are keys and queries, shared by the heads of a group; Δ x are the values and −A Δ is the log decay. The layer is
+    therefore one call of ``zonal.attention``, with the same paths, and its state is a ``zonal.Memory``. The norm is
+    taken over the channels of each group.
 
     Args:
         dim: size of input and output.
-        state: N, numbers in a key.
-        head_dim: P, channels of a head.
-        expand: channels of all heads over dim.
-        groups: groups of heads that share B and C.
-        conv: width of the convolution.
-        bias: biases in the two projections.
-        conv_bias: a bias in the convolution.
+        state: N, entries of a key.
+        head_dim: P, channels per head.
+        expand: channels of all heads divided by dim.
+        groups: number of groups of heads; the heads of a group share B and C.
+        conv: width in tokens of the convolution.
+        bias: use biases in the two projections.
+        conv_bias: use a bias in the convolution.
         norm_eps: ε of the norm.
-        step_limit: the least and the largest Δ; None = any.
+        step_limit: least and largest Δ. None: no limits.
 
-    Cost: T N P a head (twice), and a little more within blocks; memory of a decoder: N P + conv numbers, whatever the
+    Cost per head: about 2 T N P, and a little more within blocks. A decoder keeps N P + conv numbers per head, for any
         length.
 
     Source: Dao and Gu 2024, arXiv 2405.21060.
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Mamba2(TokenMixer):
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
         return LayerMemory(
@@ -104,7 +105,7 @@ class Mamba2(TokenMixer):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
-        """rates: what a head keeps of its state over one token of Δ = softplus(b)."""
+        """rates: the factor by which each head fades its state over one token with Δ = softplus(b)."""
         return {"rates": (-self.log_rate.exp() * F.softplus(self.step_bias)).exp().tolist()}
 
     def forward(
@@ -166,9 +167,10 @@ class Mamba2(TokenMixer):
 
     @torch.no_grad()
     def load_transformers(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the weights of transformers' ``Mamba2Mixer`` (or mamba_ssm's ``Mamba2``), by its own names.
+        """Load the weights of transformers' ``Mamba2Mixer`` (or ``Mamba2`` of mamba_ssm), under their names there.
 
-        Raises: ArgumentError naming what is missing, unknown or of another shape; the layer is then unchanged.
+        Raises:
+            ArgumentError: weights are missing, unknown, or of another shape. The layer is then unchanged.
         """
         parameters = dict(self.named_parameters())
         names = {theirs: ours for theirs, ours in _TRANSFORMERS.items() if ours in parameters}

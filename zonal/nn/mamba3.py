@@ -1,6 +1,4 @@
-"""Mamba-3: a complex state and the trapezoidal rule, as linear attention with a decay, turned keys and keys that come
-one token late.
-"""
+"""Mamba-3: linear attention with a decay, rotated keys, the trapezoidal rule, and keys that enter one token late."""
 
 import math
 from typing import Any
@@ -23,32 +21,33 @@ from zonal.nn.recurrence import Sizes, draw_steps_, ssd
 class Mamba3(TokenMixer):
     """h_t = α_t h_{t−1} + β_t U_{t−1} + γ_t U_t with U_t = x_t B_tᵀ; y_t = h_t C_t + D ⊙ x_t; out = W_O (y ⊙ SiLU(z)).
 
-    [z, x, B, C, Δ, a, λ, θ] = W_I u; Δ = softplus(Δ + b); α = e^{−A Δ} with A = f(a), f(a) = 1 + a for a ≥ 0 and 1 / (1
-    − a) below; λ = σ(λ), γ = λ Δ, β = (1 − λ) Δ α: the trapezoidal rule, of which λ = 1 is Mamba-2's. B and C are
-    normed, each head adds a bias to them, and their first pairs of numbers are turned by the running sum of Δ π
-    tanh(θ): a complex state.
+    [z, x, B, C, Δ, a, λ, θ] = W_I u; Δ = softplus(Δ + b); α = e^{−A Δ} with A = f(a), where f(a) = 1 + a for a ≥ 0 and
+    1 / (1 − a) below; λ = σ(λ), γ = λ Δ, β = (1 − λ) Δ α. This is the trapezoidal rule; λ = 1 gives that of Mamba-2. B
+    and C are normed and get a bias per head. Their first pairs of numbers are rotated by the running sum of Δ π
+    tanh(θ), which gives a complex state.
 
-    h_t − γ_t U_t is a sum that fades, over keys that come one token late: with G_t = h_t − γ_t U_t,
-    G_t = α_t G_{t−1} + α_t (γ_{t−1} + (1 − λ_t) Δ_t) U_{t−1}. No weight is divided by a decay, and the decays stay
-    logarithms. So this is ``zonal.attention`` of the operator of Mamba-2 plus γ_t (C_t·B_t) x_t, with the same paths
-    and the same memory. The previous token's B, x and γ and the angles so far are what else a decoder carries.
+    G_t = h_t − γ_t U_t is a fading sum over keys that enter one token late:
+    G_t = α_t G_{t−1} + α_t (γ_{t−1} + (1 − λ_t) Δ_t) U_{t−1}. No weight is divided by a decay, and decays stay
+    logarithms. The layer is therefore ``zonal.attention`` with the operator of Mamba-2, plus γ_t (C_t·B_t) x_t, with
+    the same paths and memory. A decoder also keeps B, x and γ of the previous token, and the angles so far.
 
     Args:
         dim: size of input and output.
-        state: N, numbers in a key.
-        head_dim: P, channels of a head.
-        expand: channels of all heads over dim.
-        groups: groups of heads that share B and C before their biases.
-        turned: the part of the state that is complex.
-        conv: width of a convolution with SiLU on x; 0 = none (with 4 as in the Echo paper's baseline).
+        state: N, entries of a key.
+        head_dim: P, channels per head.
+        expand: channels of all heads divided by dim.
+        groups: number of groups of heads; the heads of a group share B and C before their biases.
+        turned: share of the state that is complex, in (0, 1].
+        conv: width in tokens of a convolution with SiLU on x. 0: none. The baseline of the Echo paper has 4.
         rate_floor: the least A.
         norm_eps: ε of the norms of B and C.
 
-    Cost: as Mamba-2's, and the copies of keys and values that turning and delaying take.
+    Cost: that of Mamba-2, and copies of keys and values for the rotation and the delay.
 
-    Source: Lahoti et al. 2026, arXiv 2603.15569: the form with one input and one output a head (SISO).
+    Source: Lahoti et al. 2026, arXiv 2603.15569: the form with one input and one output per head (SISO).
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     carries = ("previous", "angle")
@@ -106,7 +105,7 @@ class Mamba3(TokenMixer):
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
         sizes = self.sizes
@@ -124,7 +123,7 @@ class Mamba3(TokenMixer):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
-        """rates: what a head keeps of its state over one token of Δ = softplus(b) and A = 1."""
+        """rates: the factor by which each head fades its state over one token with Δ = softplus(b) and A = 1."""
         return {"rates": (-F.softplus(self.step_bias)).exp().tolist()}
 
     def forward(

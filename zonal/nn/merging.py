@@ -1,6 +1,4 @@
-"""Adaptive carriers: tokens that are alike become one between layers, and each token gets its bucket's result at the
-end.
-"""
+"""Merging of similar tokens between layers of an encoder."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +15,13 @@ from zonal.theory.carrier import Buckets, Factor
 
 @dataclass(frozen=True)
 class MergeSchedule:
-    """Which share of the tokens present is merged away before each layer: ``MergeSchedule((0.0, 0.25, 0.25, 0.0))``.
+    """The share of the tokens that is merged away before each layer, for example ``MergeSchedule((0.0, 0.25, 0.25,
+    0.0))``.
 
-    rates: one per layer, in [0, 1). Of n tokens floor(rate n) go.
+    rates: one number in [0, 1) per layer. Of n tokens, floor(rate · n) are merged away.
 
-    Raises: ArgumentError for rates that leave no token, and rates that are none.
+    Raises:
+        ArgumentError: a rate is not a number in [0, 1).
     """
 
     rates: tuple[float, ...]
@@ -30,7 +30,7 @@ class MergeSchedule:
         given = tuple(self.rates) if isinstance(self.rates, Sequence) and not isinstance(self.rates, str) else ()
         if not given or not all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in given):
             raise ArgumentError(
-                f"MergeSchedule: rates must be numbers in [0, 1), one a layer, received {self.rates!r}. Use "
+                f"MergeSchedule: rates must be numbers in [0, 1), one per layer, received {self.rates!r}. Use "
                 "MergeSchedule.even(share, layers) for a share over all layers."
             )
         for layer, rate in enumerate(given):
@@ -49,21 +49,22 @@ class MergeSchedule:
 
     @staticmethod
     def even(share: float, layers: int) -> "MergeSchedule":
-        """The same rate before every layer but the first, so that ``share`` of all tokens is gone in the last one.
+        """The same rate before every layer except the first, so that in the last layer ``share`` of all tokens is gone.
 
-        Raises: ArgumentError for a share that leaves no token, or fewer than two layers.
+        Raises:
+            ArgumentError: the share is not in [0, 1), or there are fewer than two layers.
         """
         _check_share("even", share, layers)
         return MergeSchedule((0.0, *[1 - (1 - share) ** (1 / (layers - 1))] * (layers - 1)))
 
     @staticmethod
     def early(share: float, layers: int) -> "MergeSchedule":
-        """All of it before the second layer, which saves the most. Raises: as ``even``."""
+        """Merge the whole share before the second layer, which saves the most time. Raises: as ``even``."""
         _check_share("early", share, layers)
         return MergeSchedule((0.0, share, *[0.0] * (layers - 2)))
 
     def counts(self, tokens: int) -> tuple[int, ...]:
-        """How many tokens each layer sees, of so many."""
+        """The number of tokens that each layer sees, for an input of ``tokens`` tokens."""
         found = []
         for rate in self.rates:
             tokens -= min(math.floor(rate * tokens + 1e-9), tokens - 1)
@@ -86,12 +87,11 @@ def _check_share(name: str, share: float, layers: int) -> None:
 
 @torch.no_grad()
 def matched(x: Tensor, mass: Tensor, count: int) -> Factor:
-    """The map that merges the ``count`` tokens of x (B, T, dim) whose cosine with a token of the other half is largest,
-    a row: (B, T) onto T - count.
+    """The map that merges ``count`` tokens of each row of x (B, T, dim), from T tokens to T - count buckets.
 
-    Tokens at even places look for their nearest at odd ones, and the best of these pairs are joined (Bolya et al.,
-    *Token merging*, 2023): no more than half of the tokens go at once. Tokens without mass (padding) go first, wherever
-    to, since they change no mean; real tokens join them last.
+    Each token at an even position finds its nearest token, by cosine, at an odd position. The best of these pairs are
+    merged (Bolya et al., *Token merging*, 2023), so at most half of the tokens are merged at once. Tokens without mass
+    (padding) are merged first, with any token, because they do not change a mean.
     """
     length = x.shape[1]
     unit = F.normalize(x, dim=-1)
@@ -110,7 +110,7 @@ def matched(x: Tensor, mass: Tensor, count: int) -> Factor:
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """Tokens on a carrier of their own: x (B, S, dim), mass (B, S), and the buckets that T tokens became."""
+    """Tokens x (B, S, dim) of a coarser carrier, their masses (B, S), and the bucket of each original token."""
 
     x: Tensor
     mass: Tensor
@@ -118,7 +118,7 @@ class Merged:
 
     @staticmethod
     def of(x: Tensor, key_padding_mask: Tensor | None = None) -> "Merged":
-        """Each token by itself, of mass 1; padding has none, and becomes zeros whatever it held."""
+        """Tokens before any merging, each of mass 1. Padding has mass 0 and becomes zero."""
         x = x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
         dtype = accumulation_dtype(x.dtype)  # masses are counts, which shorter types round
         mass = (
@@ -129,11 +129,16 @@ class Merged:
         return Merged(x, mass, Buckets(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])))
 
     def holding(self, x: Tensor) -> "Merged":
-        """Other numbers (B, S, dim) on the same carrier."""
+        """The same carrier with other values x (B, S, dim)."""
         return replace(self, x=x)
 
     def without(self, count: int) -> "Merged":
-        """With ``count`` fewer tokens: values are means by mass. More than half are merged in several rounds."""
+        """With ``count`` fewer tokens. The value of a bucket is the mean of its tokens, weighted by mass. If more than
+        half of the tokens go, they are merged in several rounds.
+
+        Raises:
+            ArgumentError: no token would be left.
+        """
         length = self.x.shape[1]
         if not 0 <= count < length:
             raise ArgumentError(
@@ -151,11 +156,11 @@ class Merged:
         return state
 
     def unmerged(self) -> Tensor:
-        """(B, T, dim): each token as its bucket."""
+        """(B, T, dim): for each original token the value of its bucket."""
         return self.carrier.map.pulled(self.x)
 
     def pooled(self) -> Tensor:
-        """(B, dim): the mean over tokens, which is that over buckets by mass."""
+        """(B, dim): the mean over the original tokens, which is the mean over buckets weighted by mass."""
         return Factor(self.carrier.labels.new_zeros(1, self.x.shape[1]), 1).merged(self.x, self.mass)[:, 0]
 
 

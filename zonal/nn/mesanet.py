@@ -1,4 +1,4 @@
-"""MesaNet: each token's query is solved against all keys so far, by conjugate gradients."""
+"""MesaNet: fading ridge regression, solved for each token by conjugate gradients."""
 
 import math
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from zonal.nn.solvers import conjugate_gradients, solution
 
 
 class MesaNet(FastWeights):
-    """H_t = γ_t H_{t−1} + β_t k_t k_tᵀ, C_t = γ_t C_{t−1} + β_t k_t v_tᵀ, y_t = C_tᵀ (H_t + Λ)⁻¹ q_t: ridge regression
-    that fades.
+    """H_t = γ_t H_{t−1} + β_t k_t k_tᵀ, C_t = γ_t C_{t−1} + β_t k_t v_tᵀ, y_t = C_tᵀ (H_t + Λ)⁻¹ q_t.
 
-    γ = σ(a + b) forgets, β = σ(c + d) weighs a token, both from W_I x; Λ = floor + softplus(l), a positive diagonal a
-    head that the past does not change. The system is solved for all tokens at once by conjugate gradients from q /
-    diag(H + Λ), a product with H_t being a read of a sum that fades. A token sees itself. Layer and norm are those of
-    ``FastWeights``, without SiLU(z) and with a convolution on q and k alone.
+    γ = σ(a + b) forgets and β = σ(c + d) weights a token; a and c come from W_I x. Λ = floor + softplus(l) is a
+    positive diagonal per head, which does not fade. All tokens are solved at once by conjugate gradients that start at
+    q / diag(H + Λ); a product with H_t is a read of a fading sum. A token sees itself. Projections and norm are those
+    of ``FastWeights``, without SiLU(z), and with a convolution on q and k only.
 
     Args:
         dim: size of input and output.
-        state: N, numbers in a key.
-        head_dim: P, channels of a head.
-        expand: channels of all heads over dim.
-        conv: width of the convolution on q and k.
-        steps: steps of conjugate gradients at most.
-        tolerance: a token stops when its residual is at most tolerance · ‖q‖; 0 = all steps.
-        ridge_floor: the least entry of Λ; all start at 1, or at twice the floor where that is more.
-        forget_bias: where b starts; 4 keeps 0.98 of the past over a token, 0 half of it.
+        state: N, entries of a key.
+        head_dim: P, channels per head.
+        expand: channels of all heads divided by dim.
+        conv: width in tokens of the convolution on q and k.
+        steps: largest number of steps of conjugate gradients.
+        tolerance: a token stops when its residual is at most tolerance · ‖q‖. 0: all steps.
+        ridge_floor: the least entry of Λ. Entries start at 1, or at twice the floor if that is more.
+        forget_bias: initial b. 4 keeps 0.98 of the past per token, 0 keeps half of it.
         norm_eps: ε of the norm.
 
-    The derivative is that of the exact solution, by one more solve, and as exact as ``steps`` make it.
+    The derivative is that of the exact solution, by one more solve. Its accuracy depends on ``steps``.
 
-    Cost: steps · T · 2 N (N + 64) a head, and as much backward; memory of a decoder: N (N + P) + conv numbers.
+    Cost per head: steps · T · 2 N (N + 64), and as much backward. A decoder keeps N (N + P) + conv numbers per head.
 
     Source: von Oswald et al. 2025, arXiv 2506.05233.
 
-    Raises: ArgumentError for sizes that do not fit.
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     gated = False
@@ -92,7 +92,7 @@ class MesaNet(FastWeights):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
-        """rates: what a head keeps over one token with a = 0; ridge: the mean of Λ."""
+        """rates: the factor by which each head fades its matrices over one token with a = 0. ridge: the mean of Λ."""
         return {**self._started(), "ridge": self.ridge().mean(1).tolist()}
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -117,8 +117,8 @@ class MesaNet(FastWeights):
 
 
 def mesa(sums: FadingSums, q: Tensor, ridge: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
-    """C_tᵀ (H_t + Λ)⁻¹ q_t from sums over keys and [β k, β v]: q in blocks (B, H, n, C, N), ridge (H, N) -> (B, H, n,
-    C, P).
+    """C_tᵀ (H_t + Λ)⁻¹ q_t for sums over keys and [β k, β v]. q is in blocks (B, H, n, C, N), ridge is (H, N); the
+    result is (B, H, n, C, P).
     """
     square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
     ridge = ridge[:, None, None]

@@ -1,4 +1,4 @@
-"""What every token mixer has in common: the layer of a block that lets tokens see each other."""
+"""The interface of token mixers, the layers of a block in which tokens read other tokens."""
 
 import abc
 import os
@@ -19,10 +19,13 @@ from zonal.theory import influence
 
 
 class TokenMixer(nn.Module, abc.ABC):
-    """x (B, T, dim) -> y (B, T, dim): a block, a model, a memory and a file know a layer by this alone.
+    """A layer x (B, T, dim) -> y (B, T, dim) in which tokens read other tokens. Blocks, models, memories and files use
+    only this interface.
 
-    dim: size of x and y. operator: how the past is read. convolution: the short convolution, None where there is none.
-    causal: no token sees a later one; a memory needs that.
+    dim: size of x and y.
+    operator: the operator that reads the past.
+    convolution: the short convolution, or None.
+    causal: whether no token sees a later one. Only causal layers have a memory.
     """
 
     dim: int
@@ -39,22 +42,22 @@ class TokenMixer(nn.Module, abc.ABC):
 
     @property
     def chooses(self) -> bool:
-        """Whether it can read a token without storing it: its ``forward`` then takes an action_mask."""
+        """Whether the layer can read a token without storing it; its ``forward`` then takes an action_mask."""
         return False
 
     @abc.abstractmethod
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights but the operator's own."""
+        """Draw all weights except those of the operator."""
 
     @abc.abstractmethod
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
 
     @abc.abstractmethod
     def learned(self) -> dict[str, Any]:
-        """What a reader may want to know of what the layer has learned, in plain lists."""
+        """Learned quantities of interest, as plain lists."""
 
     @abc.abstractmethod
     def forward(
@@ -67,24 +70,27 @@ class TokenMixer(nn.Module, abc.ABC):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> Tensor | tuple[Tensor, Past]:
-        """Mix.
+        """Apply the layer.
 
         Args:
-            x: (B, T, dim), one token or many.
-            memory: what came before x; the result is then a pair.
-            return_memory: also return a memory when none is given.
-            key_padding_mask: (B, T), True = real token. Padding is read as zeros, as a query, too.
-            cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1); without memory.
+            x: (B, T, dim), one token or more.
+            memory: the past before x. The result is then a pair. The memory is not changed.
+            return_memory: also return a memory if none is given.
+            key_padding_mask: bool (B, T), True for a real token. Padded tokens are set to zero, also as queries.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1). Not with a memory.
             path: the execution path of ``zonal.attention``.
 
-        Returns: y (B, T, dim), or (y, memory) when a memory is given or asked for. The given memory is not changed.
+        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
+
+        Raises:
+            ArgumentError: shapes, masks or the memory do not fit the layer.
         """
 
     def reads(self, tokens: int) -> Tensor:
-        """Which inputs each output may depend on, bool (T, T), among ``tokens`` real tokens of one document: a layer of
-        ``zonal.influence``.
+        """The inputs on which each output may depend, bool (T, T), for ``tokens`` real tokens of one document. This is
+        a layer of ``zonal.influence``.
 
-        An upper set. Queries, keys and values stand for what their convolution and their neighbourhood see.
+        It is an upper bound. The convolution and neighbourhoods of queries, keys and values are included.
         """
         operator = self.operator
         seen = influence.visible(operator.prior, tokens, causal=self.causal, include_self=operator.tags.includes_self)
@@ -102,16 +108,17 @@ class TokenMixer(nn.Module, abc.ABC):
         return influence.reach([chart, seen | itself])
 
     def memory_bytes(self, length: int) -> int:
-        """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
+        """Bytes of the memory of one sequence after ``length`` tokens without padding."""
         memory = self.empty_memory(1)
         return memory.nbytes + sum(
             part.memory.bytes_at(length) - part.memory.nbytes for part in (memory, *memory.others)
         )
 
     def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
-        """The memory that ``LayerMemory.save`` wrote, on the layer's device.
+        """The memory that ``LayerMemory.save`` wrote, on the device of the layer.
 
-        Raises: FileFormatError when the file is missing, damaged, or belongs to a layer of another kind.
+        Raises:
+            FileFormatError: the file is missing, damaged, or belongs to another kind of layer.
         """
         return load_memories(path, [self.empty_memory(1)])[0]
 

@@ -1,4 +1,4 @@
-"""The mixture of layers: every token decides how much of each part it takes."""
+"""The mixture of layers, in which every token weights the parts."""
 
 import dataclasses
 import functools
@@ -18,16 +18,19 @@ from zonal.nn.mixer import TokenMixer
 
 
 class Mixture(TokenMixer):
-    """y_t = Σ_k g_k(x_t) · part_k(x)_t, g(x) = softmax(W₂ SiLU(W₁ x)): attentions of unlike geometries, each with
-    projections of its own.
+    """y_t = Σ_k g_k(x_t) · part_k(x)_t with g(x) = softmax(W₂ SiLU(W₁ x)). Each part has its own projections and may
+    have another geometry.
 
     Args:
-        parts: two layers or more of one width, such as ``Attention`` with unlike operators; no mixtures.
-        hidden: size of the gate's network between x and the shares.
+        parts: two or more layers of one width, such as ``Attention`` with different operators, but no mixtures.
+        hidden: hidden size of the gate.
 
-    Every part reads every token, so the cost is the sum of theirs, and a memory holds one of each.
+    Every part reads every token, so cost and memory are sums over the parts.
 
-    Raises: ArgumentError for parts that do not fit together.
+    Source: Phadke, *The Universal REWA Attention Framework*, 2025, section 10.3.2.
+
+    Raises:
+        ArgumentError: parts do not fit together.
     """
 
     def __init__(self, parts: Sequence[TokenMixer], hidden: int = 16) -> None:
@@ -56,19 +59,19 @@ class Mixture(TokenMixer):
 
     @property
     def operator(self) -> Operator:  # type: ignore[override]
-        """That of the first part, whose memory comes first."""
+        """The operator of the first part, whose memory comes first."""
         return self._parts()[0].operator
 
     @property
     def convolution(self) -> ShortConvolution | None:  # type: ignore[override]
-        """That of the first part."""
+        """The convolution of the first part."""
         return self._parts()[0].convolution
 
     def _parts(self) -> list[TokenMixer]:
         return [part for part in self.parts if isinstance(part, TokenMixer)]
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights; shares start nearly equal."""
+        """Draw all weights. The parts start with nearly equal shares."""
         for index, part in enumerate(self._parts()):
             part.reset_parameters(draws.child(f"parts.{index}"))
         for name, linear in (("gate_in", self.gate_in), ("gate_out", self.gate_out)):
@@ -89,7 +92,7 @@ class Mixture(TokenMixer):
         return torch.stack([part.reads(tokens) for part in self._parts()]).any(0)
 
     def learned(self) -> dict[str, Any]:
-        """What each part has learned, its name before each quantity."""
+        """The learned quantities of each part, with the name of the part before each quantity."""
         return {
             f"part {index} {name}": value
             for index, part in enumerate(self._parts(), start=1)
@@ -97,7 +100,7 @@ class Mixture(TokenMixer):
         }
 
     def shares(self, x: Tensor) -> Tensor:
-        """g(x), (B, T, parts): positive, of sum 1."""
+        """g(x), (B, T, parts): positive numbers that sum to 1."""
         return self.gate_out(F.silu(self.gate_in(x))).softmax(-1)
 
     def forward(
@@ -111,11 +114,10 @@ class Mixture(TokenMixer):
         path: str = "auto",
         action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Past]:
-        """Attend with every part.
+        """Apply all parts.
 
-        Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have.
-
-        action_mask: as in ``Attention``, for the parts that can read a token without storing it.
+        Arguments, result and errors are those of ``TokenMixer.forward``. All parts must support ``path``.
+        ``action_mask`` is as in ``Attention.forward``, for the parts that can read a token without storing it.
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         x = self._real(x, key_padding_mask)

@@ -8,11 +8,16 @@ from zonal.nn.initialise import Draws
 
 
 class SwiGLU(nn.Module):
-    """y = W_down (SiLU(W_gate x) ⊙ W_up x). Shazeer 2020, arXiv 2002.05202.
+    """y = W_down (SiLU(W_gate x) ⊙ W_up x).
 
     Args:
-        dim: input and output size.
-        hidden: size between; 8/3 · dim gives the parameters of a plain layer of 4 · dim.
+        dim: size of input and output.
+        hidden: hidden size. 8/3 · dim gives the parameters of a plain layer with hidden size 4 · dim.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
+
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, dim: int, hidden: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a token stands: positions under packing and padding, and the checks of the two masks."""
+"""Positions of tokens under packing and padding, and checks of the two masks."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from zonal.errors import ArgumentError
 
 
 def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Refuse a padding mask or packed offsets that do not fit (batch, length)."""
+    """Raise ArgumentError for a padding mask or packed offsets that do not fit (batch, length)."""
     if key_padding_mask is not None and cu_seqlens is not None:
         raise ArgumentError(
             f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass "
@@ -41,7 +41,7 @@ def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | N
 
 
 def document_index(cu_seqlens: Tensor, length: int) -> Tensor:
-    """(T,) the number of the document that each packed token belongs to."""
+    """(T,): the index of the document of each packed token."""
     tokens = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 

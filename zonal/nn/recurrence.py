@@ -1,8 +1,8 @@
-"""What Mamba-2 and Mamba-3 share: their sizes, their state as sums that fade, and how their steps start.
+"""The common parts of Mamba-2 and Mamba-3: sizes, states as fading sums, and initial steps.
 
-Both are linear attention with a decay: h_t = e^{g_t} h_{t-1} + v_t k_t^T and y_t = h_t q_t, which is score x link x
-anchor = Dot(scale=1) x Identity x Raw with the log decays g <= 0 of the call. So ``zonal.attention`` runs them, by
-whatever path is cheapest.
+Both layers are linear attention with a decay: h_t = e^{g_t} h_{t-1} + v_t k_t^T and y_t = h_t q_t. In the algebra this
+is score Dot(scale=1), link Identity and anchor Raw, with the log decays g <= 0 of the call. ``zonal.attention`` runs
+them by the cheapest path.
 """
 
 import math
@@ -32,10 +32,11 @@ def ssd() -> Operator:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer: H = expand · dim / head_dim heads with states of state × head_dim numbers, B and C shared by
-    ``groups`` of heads.
+    """Sizes of a layer: H = expand · dim / head_dim heads with states of state × head_dim numbers. B and C are shared
+    by the heads of each of ``groups`` groups.
 
-    Raises: ArgumentError naming the layer when they do not fit.
+    Raises:
+        ArgumentError: sizes do not fit; the message names the layer.
     """
 
     call: str
@@ -62,7 +63,7 @@ class Sizes:
 
     @property
     def inner(self) -> int:
-        """Numbers a token of all heads."""
+        """Channels of all heads together."""
         return self.expand * self.dim
 
     @property
@@ -72,12 +73,12 @@ class Sizes:
 
     @property
     def shared(self) -> int:
-        """Numbers a token of B, and of C."""
+        """Entries of B per token, and of C."""
         return self.groups * self.state
 
     def by_head(self, x: Tensor) -> Tensor:
-        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; one group, which serves
-        all, is (B, 1, T, N).
+        """B or C (B, T, groups · N) -> (B, H, T, N); the heads of a group get the same numbers. One group gives
+        (B, 1, T, N), which serves all heads.
         """
         grouped = x.unflatten(2, (self.groups, self.state)).transpose(1, 2)
         if self.groups == 1:
@@ -85,7 +86,7 @@ class Sizes:
         return grouped.unsqueeze(2).expand(-1, -1, self.heads // self.groups, -1, -1).flatten(1, 2)
 
     def empty_memory(self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The states of ``batch`` sequences that have not begun, in float32 or better."""
+        """The states of ``batch`` sequences before their first token, in float32 or better."""
         return Memory.empty(
             operator,
             batch,
@@ -100,7 +101,7 @@ class Sizes:
 
 @torch.no_grad()
 def draw_log_uniform_(parameter: Tensor, draws: Draws, name: str, low: float, high: float) -> None:
-    """Fill with the logarithm of numbers in [low, high] whose logarithm is uniform."""
+    """Fill with log(u), where log(u) is uniform between log(low) and log(high)."""
     draws.uniform_(parameter, name, 0.5 * math.log(high / low))
     parameter.add_(0.5 * math.log(low * high))
 
@@ -113,7 +114,7 @@ def draw_steps_(parameter: Tensor, draws: Draws, name: str) -> None:
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """x with log(1 + e^x) = y > 0, without loss for small y."""
+    """The x with log(1 + e^x) = y, for y > 0, accurate for small y."""
     return y + torch.log(-torch.expm1(-y))
 
 

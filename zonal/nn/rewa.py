@@ -1,4 +1,4 @@
-"""From a trained layer of softmax attention to one of REWA that computes the same, and can learn more."""
+"""Conversion of a softmax attention layer into a layer of REWA that computes the same function."""
 
 import copy
 
@@ -20,10 +20,9 @@ def with_closed_gates(
     weights: tuple[float, ...] = (1.0, 1.0, 1.0),
     gates: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> Operator:
-    """softmax(scale q . k) with three distances beside it that count for nothing until their gates open:
-    ``mechanisms.rewa`` with dot=scale.
+    """softmax(scale q · k) with three distances whose gates are closed: ``mechanisms.rewa`` with dot=scale.
 
-    Arguments as there.
+    The other arguments are those of ``mechanisms.rewa``.
     """
     return rewa(parts=parts, weights=weights, gates=gates, dot=scale)
 
@@ -36,20 +35,21 @@ def from_softmax(
     gates: tuple[float, ...] = (0.0, 0.0, 0.0),
     causal: bool = True,
 ) -> Attention:
-    """The layer with distances beside its dot product, S_ts = q_t . k_s / sqrt(D) - sum_i g_i w_i d_i(q_t, k_s), on the
-    same queries and keys.
+    """The layer with distances in addition to its dot product: S_ts = q_t · k_s / √D − Σ_i g_i w_i d_i(q_t, k_s), on
+    the same queries and keys.
 
-    With gates of zero its outputs are those of the layer. A closed gate gets a gradient: training opens it where a
-    distance helps. Weights are copied, the layer given stays as it is.
+    With gates of zero the outputs are those of the given layer. A closed gate has a gradient, so training opens it if a
+    distance helps. Weights are copied; the given layer does not change.
 
     Args:
-        layer: an ``Attention`` whose operator has the score ``Dot`` of plain q and k and the link ``Exp``, of any
-            anchor and priors; or a ``torch.nn.MultiheadAttention`` without dropout, added keys and other sizes of keys
-            and values.
-        parts, weights, gates: as for ``mechanisms.rewa``; parts must sum to the size of a key.
-        causal: of the new layer, where the one given is torch's, which is told at each call.
+        layer: an ``Attention`` whose operator has the score ``Dot`` of plain queries and keys and the link ``Exp``,
+            with any anchor and priors; or a ``torch.nn.MultiheadAttention`` without dropout and added keys, and with
+            keys and values of size ``embed_dim``.
+        parts, weights, gates: as in ``mechanisms.rewa``. The parts must sum to the size of a key.
+        causal: whether the new layer is causal, for layers of torch, where this is an argument of each call.
 
-    Raises: ArgumentError for a layer that is no softmax of a dot product, or parts that do not fit.
+    Raises:
+        ArgumentError: the layer is not softmax attention of a dot product, or the parts do not fit.
     """
     new = copy.deepcopy(layer) if isinstance(layer, Attention) else _of_torch(layer, causal)
     operator, score = new.operator, new.operator.score

@@ -8,19 +8,23 @@ from zonal.nn.norm import accumulation_dtype
 
 
 class Rotary(nn.Module):
-    """Turn each pair (x_i, x_{i+d/2}) by the angle p · base^(−2i/d) at position p. Su et al. 2021, arXiv 2104.09864.
+    """Rotate each pair (x_i, x_{i+d/2}) by the angle p · base^(−2i/d) at position p.
 
-    Pairs are split by halves, as in Llama and its Hugging Face class (not interleaved as in the paper; the two differ
-    by a fixed permutation of the coordinates). ⟨rot(q, p), rot(k, s)⟩ depends on p − s only.
+    Pairs are split by halves, as in Llama and transformers, and not interleaved as in the paper; the two differ by a
+    fixed permutation of the coordinates. ⟨rot(q, p), rot(k, s)⟩ depends only on p − s.
 
-    Angles are products in float64, so that positions beyond 10⁵ keep their digits; the turn is done in float32 or
-    better. There is no parameter and no buffer: nothing enters a state dict and nothing is cast by
-    ``module.to(dtype)``. The last table is kept, so that layers sharing one Rotary, and training steps of one length,
-    compute it once.
+    Angles are computed in float64, so positions above 10⁵ stay exact; the rotation is done in float32 or better. There
+    are no parameters and buffers, so ``state_dict`` and ``module.to(dtype)`` do not involve it. The last table is kept:
+    layers that share one Rotary, and training steps of one length, compute it once.
 
     Args:
         head_dim: d, even.
-        base: the wavelength base θ.
+        base: θ, the base of the wavelengths.
+
+    Source: Su et al. 2021, arXiv 2104.09864.
+
+    Raises:
+        ArgumentError: head_dim is not even and positive, or base <= 1.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:
@@ -52,13 +56,16 @@ class Rotary(nn.Module):
         return self._table[1], self._table[2]
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
-        """Turn x.
+        """Rotate x.
 
         Args:
             x: (B, H, T, d).
             positions: the position of the first token, or positions (T,) or (B, T).
 
         Returns: (B, H, T, d) in the dtype of x.
+
+        Raises:
+            ArgumentError: the last axis of x is not d.
         """
         if x.shape[-1] != self.head_dim:
             raise ArgumentError(f"Rotary: the last axis of x must be head_dim={self.head_dim}, received {x.shape[-1]}.")

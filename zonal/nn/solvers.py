@@ -1,6 +1,6 @@
-"""Iterative solvers of one small symmetric system a token, all tokens at once, and the derivative of a solution.
+"""Iterative solvers of one small symmetric system per token, for all tokens at once, and the derivative of a solution.
 
-A system is given by what it does to a vector, ``apply(x) = A x`` with x (..., N); no matrix is formed.
+A system is given as a function ``apply(x) = A x`` of x (..., N). No matrix is formed.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from zonal.algebra.solvers import Apply, conjugate_gradients
 
 
 def chebyshev(apply: Apply, q: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
-    """x with A x ≈ q by ``steps`` steps of Chebyshev iteration from 0, for A with eigenvalues in [low, high], 0 < low.
+    """x with A x ≈ q, by ``steps`` steps of Chebyshev iteration from 0, for A with eigenvalues in [low, high], low > 0.
 
-    x is a polynomial of A applied to q; the error shrinks by (√κ − 1) / (√κ + 1) a step, κ = high / low.
+    The error shrinks by (√κ − 1) / (√κ + 1) per step, with κ = high / low.
     """
     centre = (low + high) / 2
     ratio = ((high - low) / (high + low)).square() / 4
@@ -45,10 +45,10 @@ class _Solution(torch.autograd.Function):
 
 
 def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
-    """x = solve(q), differentiable in q and in all that ``apply`` depends on, by the implicit function theorem.
+    """x = solve(q), differentiable in q and in everything that ``apply`` depends on, by the implicit function theorem.
 
-    The backward pass is one more solve and the derivative of one product: no iteration is recorded, and the gradient is
-    as exact as the solve.
+    The backward pass takes one more solve and the derivative of one product. No iteration is recorded, and the gradient
+    is as accurate as the solve.
     """
     with torch.no_grad():
         x = solve(q)

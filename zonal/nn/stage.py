@@ -1,18 +1,18 @@
-"""Depth as stages: what a stage takes from the records so far, how that is charted, what updates it, and how the
-increment is composed with it.
+"""Depth as a sequence of stages.
 
     m = memory(r_0, ..., r_n),   h = chart(m),   increment = update(h),   r_{n+1} = compose(m, increment)
 
-An update is a layer, or any function of tokens. The four parts make the usual ways to stack layers:
+The records r_0, ..., r_n are the results of earlier stages. An update is a layer, or any function of tokens. The four
+parts
+give the usual residual connections:
 
     pre-norm    Stage(update, chart=norm)
     post-norm   Stage(update, compose=PostNorm(norm))
     gated       Stage(update, chart=norm, compose=GatedResidual(dim))
     dense skip  Stage(update, memory=DenseSkip(dim, n + 1), chart=norm)
 
-No evidence, no change: where a row sees no key its increment is 0, and compose(m, 0) = m to the bit for a sum and a
-gated one. After a post-norm it is norm(m), which is m only for what the same norm has made, as long as its gain is 1:
-there the source's assumption does not hold, and no smooth rule could mend it.
+A row that sees no key has increment 0. A sum and a gate then return m bit for bit. A post-norm returns norm(m), which
+equals m only if m is an output of the same norm with a gain of 1, so the assumption of the source does not hold for it.
 
 Source: Geometric Attention, definitions 5.3, 5.6 and 5.7, remark 5.9, assumption 5.1.
 """
@@ -36,7 +36,7 @@ _OPEN = 2.0
 
 
 class Latest:
-    """The memory of a plain residual stream: the last record, and no other is kept."""
+    """The memory of a plain residual stream: it reads and keeps only the last record."""
 
     def reset_parameters(self) -> None:
         """Nothing is learned."""
@@ -45,7 +45,7 @@ class Latest:
         return records[-1]
 
     def kept(self, records: Records, record: Tensor) -> Records:
-        """What is on record after one more."""
+        """The records to keep after one more."""
         return (record,)
 
 
@@ -53,16 +53,19 @@ LATEST = Latest()
 
 
 class DenseSkip(nn.Module):
-    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, a learned weight per record and channel.
+    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, with a learned weight per record and channel.
 
-    At the start m is the last record.
-
-    Tokens do not meet in it, so that it reaches no further than the last record does. Full history: equation 5.1 of the
-    source, with constant gates; with one gate a record, Pagliardini et al. 2024, arXiv 2402.02622.
+    At the start m is the last record. Each token reads only its own records.
 
     Args:
-        dim: channels.
-        records: how many there are to read.
+        dim: number of channels.
+        records: number of records to read.
+
+    Source: Geometric Attention, equation 5.1, with constant gates; with one gate per record, Pagliardini et al. 2024,
+        arXiv 2402.02622.
+
+    Raises:
+        ArgumentError: sizes do not fit.
     """
 
     def __init__(self, dim: int, records: int) -> None:
@@ -75,12 +78,12 @@ class DenseSkip(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """1 for the last record, 0 for the others."""
+        """Set the weights to 1 for the last record and 0 for the others."""
         with torch.no_grad():
             self.weight.zero_()[-1] = 1
 
     def forward(self, records: Records) -> Tensor:
-        """records, as many as there are weights, of (..., dim) -> m (..., dim)."""
+        """A tuple of records (..., dim), one per weight, oldest first -> m (..., dim)."""
         if len(records) != len(self.weight):
             raise ArgumentError(
                 f"nn.DenseSkip: {len(self.weight)} records are required, oldest first, received {len(records)}. "
@@ -93,7 +96,7 @@ class DenseSkip(nn.Module):
         return m
 
     def kept(self, records: Records, record: Tensor) -> Records:
-        """All of them."""
+        """All records."""
         return (*records, record)
 
     def extra_repr(self) -> str:
@@ -111,12 +114,13 @@ class PostNorm:
 
 
 class GatedResidual(nn.Module):
-    """compose(m, increment) = m + σ(W m̂ + b) ⊙ increment, with m̂ = m over its root mean square.
+    """compose(m, increment) = m + σ(W m̂ + b) ⊙ increment, where m̂ is m divided by its root mean square.
 
-    Nearly open at the start (b = 2).
+    The gate is nearly open at the start (b = 2).
 
     Args:
-        dim: channels. eps: ε of the mean square.
+        dim: number of channels.
+        eps: ε of the mean square.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -126,7 +130,7 @@ class GatedResidual(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw W; b = 2, which is a gate of 0.88."""
+        """Draw W, and set b = 2, which gives a gate of 0.88."""
         draws.normal_(self.projection.weight, "projection.weight")
         nn.init.constant_(self.projection.bias, _OPEN)
 
@@ -143,12 +147,13 @@ def _unchanged(m: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage, a value that holds its four parts and does not own them: their parameters belong to the module that
-    has them.
+    """One stage: a value that holds its four parts. Their parameters belong to the module that contains them.
 
     Args:
-        update: h (B, T, dim) -> increment of that shape, or a tuple that begins with it.
-        memory: records -> m. chart: m -> h. compose: (m, increment) -> the next record.
+        update: h (B, T, dim) -> an increment of this shape, or a tuple that begins with it.
+        memory: records -> m.
+        chart: m -> h.
+        compose: (m, increment) -> the next record.
     """
 
     update: Callable[[Tensor], Any]
@@ -157,12 +162,12 @@ class Stage:
     compose: Callable[[Tensor, Tensor], Tensor] = torch.add
 
     def charted(self, records: Tensor | Records) -> Tensor:
-        """h: what the update is given."""
+        """h, the input of the update."""
         return self.chart(self.memory(_records(records)))
 
     def __call__(self, records: Tensor | Records) -> Any:
-        """records (or the one record there is) -> the next record, in a tuple with what else the update returned if it
-        returned a tuple.
+        """The records, or a single record -> the next record. If the update returns a tuple, so does the stage, with
+        the next record first.
         """
         m = self.memory(_records(records))
         found = self.update(self.chart(m))

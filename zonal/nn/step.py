@@ -37,9 +37,9 @@ class _Kind(NamedTuple):
 
 
 class DecodeStep(nn.Module):
-    """(x, state) -> (y, state): a layer that goes on from a memory, with all that changes as tensors.
+    """One step of a layer as a function of tensors, (x, state) -> (y, state).
 
-    It computes what ``layer(x, memory)`` does, in torch on the streaming path. Nothing is changed in place.
+    It computes ``layer(x, memory)`` in torch on the streaming path, and changes nothing in place:
 
         step = nn.DecodeStep(layer, memory)
         state = step.state(memory)
@@ -47,16 +47,17 @@ class DecodeStep(nn.Module):
         y, state = program.module()(x, state)
         memory = step.memory(state)
 
-    A memory of sums has a state of fixed size. Keys and values grow by the tokens of x; with a Window prior they are
-    as many as the window holds from the start, where missing ones are masked. Ridge and Koopman read-outs solve anew
-    at each step, in O(r³) for keys of r numbers, where a decoder keeps its inverse up to date in O(r²).
+    The state of a memory of sums has a constant size. Keys and values grow by the tokens of x; with a Window prior they
+    have the size of the window from the start, and missing tokens are masked. Ridge and Koopman read-outs solve at each
+    step, in O(r³) for keys of r numbers; a decoder, which updates its inverse, takes O(r²).
 
     Args:
         layer: a causal layer.
-        memory: a memory of the layer, from its ``empty_memory`` or after a text. Sums may be empty; keys and values of
-            an exported step need at least two tokens, since ``torch.export`` treats sizes 0 and 1 as constants.
+        memory: a memory of the layer. Memories of sums may be empty. Keys and values of an exported step need at least
+            two tokens, because ``torch.export`` treats sizes 0 and 1 as constants.
 
-    Raises: ArgumentError for a memory of another layer, one with named spans, and one that waits for whole chunks.
+    Raises:
+        ArgumentError: the memory belongs to another layer, has named spans, or waits for whole chunks.
     """
 
     def __init__(self, layer: TokenMixer, memory: LayerMemory) -> None:
@@ -66,28 +67,29 @@ class DecodeStep(nn.Module):
         self._kind = _Kind.of(memory)
 
     def state(self, memory: LayerMemory) -> State:
-        """The tensors of a memory of the layer, of any number of sequences."""
+        """The tensors of a memory of the layer, for any number of sequences."""
         _check(self.layer, memory)
         return _tensors(memory)
 
     def memory(self, state: State) -> LayerMemory:
-        """The memory of a state. It counts the tokens that it holds, without padding that all sequences have."""
+        """The memory of a state. Its count leaves out padding that all sequences have."""
         return _placed_anew(_memory(state, self._kind, None))
 
     def dynamic_shapes(self, state: State) -> tuple[None, dict[str, Any]]:
-        """What ``torch.export.export`` takes for (x, state): kept tokens may be any number from two on."""
+        """The ``dynamic_shapes`` argument of ``torch.export.export`` for (x, state): two kept tokens or more."""
         return None, _growing(state, self._kind, torch.export.Dim("tokens", min=2))
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One step.
+        """Take one step.
 
         Args:
-            x: (B, T, dim), T >= 1 new tokens; T is fixed when it is traced.
-            state: of ``state``, or of the step before.
+            x: (B, T, dim), one new token or more. Tracing fixes T.
+            state: the result of ``state``, or of the previous step.
 
         Returns: y (B, T, dim) and the state after these tokens.
 
-        Raises: ArgumentError for a state with other tensors than the memory has.
+        Raises:
+            ArgumentError: the state does not hold the tensors of the memory.
         """
         y, memory = self.layer(x, _memory(state, self._kind, 1), path="streaming")
         after = _tensors(memory)

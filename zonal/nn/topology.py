@@ -1,5 +1,5 @@
-"""The shape of what lies around a token: deaths of components in the cloud of the token and its nearest earlier
-neighbours.
+"""Persistence diagrams of dimension 0 around a token: the deaths of components in the cloud of its nearest earlier
+tokens.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _EPS = 1e-4
 
 
 class Earlier(NamedTuple):
-    """Keys that came before: k (B, Hkv, P, D), and which are real, (B, P), None = all."""
+    """Keys before the first token: k (B, Hkv, P, D), and which of them are real, bool (B, P); None: all."""
 
     k: Tensor
     mask: Tensor | None
@@ -31,20 +31,27 @@ def deaths(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The persistence diagrams of dimension 0 around queries and keys: (B, H, T, neighbours) and (B, Hkv, T,
-    neighbours), falling.
+    neighbours), in falling order.
 
-    The cloud of query t is q_t with the ``neighbours`` nearest of the keys k_s, s < t; that of key t is k_t with the
-    nearest of the same keys. So what one map makes of a token, as query and as key, has one cloud. In a Vietoris-Rips
-    complex each point is a component, born at 0, that dies at the length of an edge of the minimal spanning tree; the
-    last component never dies. Padding and other documents are no neighbours. Fewer than ``neighbours`` earlier tokens
-    leave zeros, which are no components at all: the first token's diagram is empty.
+    The cloud of query t consists of q_t and the ``neighbours`` nearest keys k_s with s < t. The cloud of key t consists
+    of k_t and its nearest earlier keys. If queries and keys share one projection, both have the same cloud. In the
+    Vietoris-Rips complex each point is a component that is born at 0 and dies at the length of an edge of the minimal
+    spanning tree; the last component never dies. Padding and other documents are not neighbours. With fewer than
+    ``neighbours`` earlier tokens the remaining entries are zero.
 
     Args:
-        q: (B, H, T, D). k: (B, Hkv, T, D), H a multiple of Hkv. earlier: keys of tokens before the first.
-        key_padding_mask: (B, T), True = real token. cu_seqlens: (N + 1,) offsets of documents packed in one row.
+        q: (B, H, T, D).
+        k: (B, Hkv, T, D), with H a multiple of Hkv.
+        neighbours: number of neighbours in a cloud.
+        earlier: keys of tokens before the first.
+        key_padding_mask: bool (B, T), True for a real token.
+        cu_seqlens: (N + 1,) offsets of documents packed into one row.
 
-    Gradients are those of the edges; which tokens are neighbours, and which edges the tree has, is piecewise constant.
-    Work: T S D a head to find neighbours, and neighbours^2 D a token.
+    Gradients are those of the edge lengths; the choice of neighbours and edges is a constant for gradients.
+
+    Cost per head: T S D to find neighbours, and neighbours² D per token.
+
+    Source: Phadke, *The Universal REWA Attention Framework*, 2025, section 10.4.2.
     """
     past = 0 if earlier is None else earlier.k.shape[2]
     keys = k if earlier is None else torch.cat([earlier.k.to(k), k], 2)
