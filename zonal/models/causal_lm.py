@@ -60,11 +60,7 @@ class CausalLM(nn.Module):
     ``zonal.models.build(config, seed)`` makes a model whose initial weights are the same for every operator. The
     constructor draws them from torch's global generator.
 
-    Args:
-        config: the shape of the model.
-
-    Raises:
-        ArgumentError: sizes do not fit.
+    Raises: ArgumentError if sizes do not fit.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -137,8 +133,7 @@ class CausalLM(nn.Module):
         Masks and path are those of ``TokenMixer.forward``. action_mask: bool (B, T), False for tokens that ridge and
         Koopman read-outs read but do not store, in addition to ``silent_tokens``.
 
-        Raises:
-            ArgumentError: tokens or masks do not fit.
+        Raises: ArgumentError if tokens or masks do not fit.
         """
         return self._logits(
             self.hidden(
@@ -184,8 +179,7 @@ class CausalLM(nn.Module):
 
         Returns: the sum in nats (a scalar, float32 or better) and the number of supervised positions.
 
-        Raises:
-            ArgumentError: shapes or tokens do not fit.
+        Raises: ArgumentError if shapes or tokens do not fit.
         """
         supervised = self._supervised("loss", tokens, targets)
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
@@ -259,8 +253,7 @@ class CausalLM(nn.Module):
 
         Returns: logits (B, T, V), or (B, 1, V) with ``last_only``, and the memory after the tokens.
 
-        Raises:
-            ArgumentError: tokens or the memory do not fit the model.
+        Raises: ArgumentError if tokens or the memory do not fit the model.
         """
         if len(memory.layers) != len(self.blocks):
             raise ArgumentError(
@@ -342,10 +335,8 @@ class CausalLM(nn.Module):
         The drawn tokens are also read, so the result can be continued, forked or saved. A row that has met its stop
         reads no more.
 
-        Args:
-            logits: (B, V), from ``prefill`` or an earlier continuation.
-            memory: from the same call. Neither is changed.
-            max_new_tokens, temperature, top_k, top_p, stop, seed: as in ``generate``.
+        Args: logits (B, V) and memory from ``prefill`` or an earlier continuation; neither is changed. The others are
+            those of ``generate``.
         """
         if max_new_tokens < 0:
             raise ArgumentError(
@@ -440,8 +431,7 @@ class CausalLM(nn.Module):
     def load_memory(self, path: str | os.PathLike[str]) -> ModelMemory:
         """The memory that ``ModelMemory.save`` wrote, on the device of the model.
 
-        Raises:
-            FileFormatError: the file is missing, damaged, or belongs to another model.
+        Raises: FileFormatError if the file is missing, damaged, or belongs to another model.
         """
         empty = self.empty_memory(1)
         return ModelMemory(load_memories(path, empty.layers, empty.origin), empty.origin)
@@ -512,8 +502,7 @@ class CausalLM(nn.Module):
     def load(cls, path: str | os.PathLike[str]) -> "CausalLM":
         """The model that ``save`` wrote, on the CPU, in its saved dtype.
 
-        Raises:
-            FileFormatError: the file is missing, damaged, or not a model.
+        Raises: FileFormatError if the file is missing, damaged, or not a model.
         """
         return files.load(path, "model", lambda config: cls(ModelConfig.from_dict(config)))
 

@@ -1,4 +1,4 @@
-"""An encoder of text, in which every layer sees the whole text. It supports anchors that couple queries, such as plans."""
+"""An encoder of text, in which every layer sees the whole text, so anchors may couple queries, as plans do."""
 
 import torch
 import torch.nn.functional as F
