@@ -98,24 +98,24 @@ def shared(name: str, makes: list[Callable[[], Any]], factory: pytest.TempPathFa
     return [found[index] for index in range(len(makes))]
 
 
-def ahead(module: str, wanted: dict[tuple[Any, ...], set[str]], factory: pytest.TempPathFactory) -> list[dict]:
-    """What became of a sample of what ``python -m zonal.kernels.triton.<module>`` compiles. wanted: kernels by (link,
-    mask, type, size, device).
+def ahead(family: str, wanted: dict[tuple[Any, ...], set[str]], factory: pytest.TempPathFactory) -> list[dict]:
+    """What became of a sample of what ``python -m tools.triton_aot`` compiles of a family. wanted: kernels by
+    (link, mask, type, size, device).
     """
 
     def compile_sample() -> list[dict]:
         folder = factory.mktemp("ahead")
         code = (
-            f"from pathlib import Path; from zonal.kernels.triton import compile, {module} as family\n"
+            "from pathlib import Path; from tools.triton_aot import compiler, __main__ as tool\n"
             f"rows = [row for each, kernels in {wanted}.items() for row in "
-            "family.compiled_all(compile.Variant(*each), kernels)]\n"
-            f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+            f"tool.FAMILIES[{family!r}].compiled(compiler.Variant(*each), kernels)]\n"
+            f"compiler.write(Path({str(folder / 'report.json')!r}), rows)"
         )
         done = python("-c", code, interpret=False, cache=folder / "cache")
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
 
-    return shared(f"{module}-ahead", [compile_sample], factory)[0]
+    return shared(f"{family}-ahead", [compile_sample], factory)[0]
 
 
 def fitting(compiled: list[dict], variant: tuple[Any, ...], titles: set[str]) -> list[dict]:

@@ -119,7 +119,7 @@ def test_package_imports_without_triton(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# a sample of what `python -m zonal.kernels.triton.compile` compiles: (link, mask, type, head size, device)
+# a sample of what `python -m tools.triton_aot tile` compiles: (link, mask, type, head size, device)
 AHEAD = {
     ("horner", "all", "bfloat16", 128, 80): {"forward", "keys", "queries"},
     ("yat", "causal", "float16", 128, 90): {"forward", "decode", "queries"},
@@ -135,13 +135,15 @@ def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What became of the sample, and last of a kernel in tiles twice as large as registers hold."""
     folder = tmp_path_factory.mktemp("ahead")
     code = (
-        "from pathlib import Path; from zonal.kernels.triton import compile, tiles\n"
+        "from pathlib import Path\n"
+        "from tools.triton_aot import compiler, tile\n"
+        "from zonal.kernels.triton import tiles\n"
         f"rows = [row for each, kernels in {AHEAD}.items() for row in "
-        "compile.compiled_all(compile.Variant(*each), kernels)]\n"
+        "tile.FAMILY.compiled(compiler.Variant(*each), kernels)]\n"
         "tiles.choose = lambda *call: tiles.Tiling(128, 128, 4, 2)\n"
-        "rows += compile.compiled_all(compile.Variant('exp', 'causal', 'bfloat16', 128, 80), ['forward'])\n"
+        "rows += tile.FAMILY.compiled(compiler.Variant('exp', 'causal', 'bfloat16', 128, 80), ['forward'])\n"
         "assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False], rows\n"
-        f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+        f"compiler.write(Path({str(folder / 'report.json')!r}), rows)"
     )
     done = python("-c", code, interpret=False, cache=folder / "cache")
     assert done.returncode == 0, done.stderr[-3000:]

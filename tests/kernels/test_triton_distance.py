@@ -85,7 +85,7 @@ def test_the_planner_counts_a_pair_s_distances() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and
+# a sample of what `python -m tools.triton_aot distance` compiles: (kind, mask, type, size, device), and
 # which kernels of it
 AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward", "values"}}
 TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", "row_products"}
@@ -93,7 +93,7 @@ TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return ahead("compile_distance", AHEAD, tmp_path_factory)
+    return ahead("distance", AHEAD, tmp_path_factory)
 
 
 @pytest.mark.parametrize("variant", AHEAD)

@@ -105,7 +105,7 @@ def test_the_planner_crosses_over() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_ridge` compiles: (power, mask, type, key size, device), and
+# a sample of what `python -m tools.triton_aot ridge` compiles: (power, mask, type, key size, device), and
 # which kernels of it
 AHEAD = {
     ("ridge-2", "causal", "bfloat16", 56, 90): {"inverse", "read"},
@@ -127,7 +127,7 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return ahead("compile_ridge", AHEAD, tmp_path_factory)
+    return ahead("ridge", AHEAD, tmp_path_factory)
 
 
 @pytest.mark.parametrize("variant", AHEAD)

@@ -138,7 +138,7 @@ def test_the_planner_crosses_over() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and
+# a sample of what `python -m tools.triton_aot sums` compiles: (link, mask, type, head size, device), and
 # which kernels of it
 AHEAD = {
     ("squared_affine", "packed", "bfloat16", 16, 90): {"absorb keys pairs", "keys_back"},
@@ -155,7 +155,7 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return ahead("compile_sums", AHEAD, tmp_path_factory)
+    return ahead("sums", AHEAD, tmp_path_factory)
 
 
 @pytest.mark.parametrize("variant", AHEAD)

@@ -462,7 +462,7 @@ class RidgeCall(NamedTuple):
 
 def choose(shape: Shape) -> Tiling:
     """Tile sizes of the kernels: as few warps as still hold all numbers in registers, of which a thread may take all
-    (see compile_ridge.py)."""
+    (see tools/triton_aot)."""
     widest = max(padded(shape.key_dim), padded(shape.value_dim))
     return Tiling(_ROWS, _SLICE, 8 if widest > 32 else 4, 1, 255)
 

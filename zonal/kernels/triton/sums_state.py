@@ -315,7 +315,7 @@ class Strips(NamedTuple):
         return Tiling(self.rows, self.others, self.warps, self.stages, self.registers)
 
 
-# By (kernel, kind of products, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py).
+# By (kernel, kind of products, padded width): the largest tiles whose numbers stay in registers (see tools/triton_aot).
 _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),

@@ -18,8 +18,8 @@ class Tiling:
 
 
 # By (kernel, bytes per element, padded width). A small table replaces a search at run time, and nothing depends on the
-# length. The tiles are the largest that stay in registers (see compile.py). On Hopper eight warps share 128 rows: with
-# 64 they would repeat work.
+# length. The tiles are the largest that stay in registers, as `python -m tools.triton_aot tile` counts them. On Hopper
+# eight warps share 128 rows: with 64 they would repeat work.
 _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 4, 3),
     ("forward", 2, 128): Tiling(128, 64, 8, 3),

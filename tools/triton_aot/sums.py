@@ -1,29 +1,24 @@
-"""Compile the kernels for sums over features for devices that are not here, as ``compile`` does with the tile kernels.
-
-    python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64]
-        [--mask packed] [--link identity]
+"""The kernels for sums over features.
 
 By default every link is compiled with the causal mask, and every mask with the link that has most features, in every
-type and head size for every device. --sample compiles what results/benchmarks/triton_sums_aot.json holds, in some
-twenty minutes on two cores.
+type and head size. --sample compiles what results/benchmarks/triton_sums_aot.json holds, in some twenty minutes on two
+cores.
 """
 
 import itertools
-import sys
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tools.triton_aot.compiler import DEVICES, DTYPES, Family, Kind, Variant, name_of
+from tools.triton_aot.tile import Link
 from zonal.formula import FORMULAS
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.compile import DEVICES, DTYPES, Compiled, Family, Link, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.sums_backward import backward
 from zonal.kernels.triton.sums_forward import forward
 
-DIMS = (16, 32, 64, 128)
 # degree of the polynomial and the lowest power its features have, by link
 LINKS: dict[str, tuple[Link, int, int]] = {
     "squared_affine": (Link(FORMULAS["squared_affine"], 1, "row", True), 2, 0),
@@ -44,24 +39,10 @@ def sample() -> list[Variant]:
     ]  # fmt: skip
 
 
-def cover(
-    links: Iterable[str],
-    masks: Iterable[str] | None,
-    dtypes: Iterable[str],
-    dims: Iterable[int],
-    devices: Iterable[int],
-) -> list[Variant]:
-    """All combinations of the choices. Without a chosen mask: all links with the first, all masks with one link."""
-    chosen = list(links)
-    kinds = (
-        list(itertools.product(chosen, masks))
-        if masks is not None
-        else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
-    )
-    return [
-        Variant(link, mask, dtype, dim, device)
-        for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)
-    ]
+def default(links: list[str], dtypes: list[str]) -> list[Kind]:
+    """All links with the first mask, all masks with one link."""
+    pairs = [*((link, MASKS[0]) for link in links), *((links[0], mask) for mask in MASKS[1:])]
+    return [(*pair, dtype) for pair, dtype in itertools.product(pairs, dtypes)]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
@@ -112,29 +93,14 @@ def title(launch: tiles.Launch) -> str:
     return " ".join([name_of(launch), *(words[name][constants[name]] for name in words if name in constants)])
 
 
-def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
-    """Compile a variant's kernels, or those named."""
-    return compiled_of(launches(variant), variant, title, kernels)
-
-
-def main(arguments: list[str]) -> int:
-    """``command`` with these kernels."""
-    kernels = "absorb, carry, read, read_back, keys_back or row_products"
-    return command(
-        Family(
-            "zonal.kernels.triton.compile_sums",
-            "the kernels for sums over features",
-            LINKS,
-            MASKS,
-            DIMS,
-            kernels,
-            cover,
-            compiled_all,
-            sample,
-        ),
-        arguments,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+FAMILY = Family(
+    about="the kernels for sums over features",
+    links=tuple(LINKS),
+    masks=MASKS,
+    dims=(16, 32, 64, 128),
+    kernels="absorb, carry, read, read_back, keys_back or row_products",
+    default=default,
+    launches=launches,
+    title=title,
+    sample=sample,
+)

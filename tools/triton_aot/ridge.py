@@ -1,49 +1,33 @@
-"""Compile the kernels of ridge and Koopman read-outs for devices that are absent, as ``compile`` does for tile kernels.
+"""The kernels of ridge and Koopman read-outs.
 
-    python -m zonal.kernels.triton.compile_ridge --out report.json [--device 90] [--dtype bfloat16] [--dim 64]
-        [--mask packed] [--link ridge-2]
-
-By default it compiles, for every device, with keys of every size and values of 64 numbers: in bfloat16 powers 0, 1 and
-2 of a causal call, and power 2 with packed documents, grouped queries and a memory; in other types power 2 of a causal
+By default it compiles, with keys of every size and values of 64 numbers: in bfloat16 powers 0, 1 and 2 of a causal
+call, and power 2 with packed documents, grouped queries, a memory and in float64; in other types power 2 of a causal
 call.
 """
-
-import itertools
-import sys
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from tools.triton_aot.compiler import Family, Kind, Variant, name_of
 from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.compile import Compiled, Family, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.ridge_backward import backward_in
 from zonal.kernels.triton.ridge_forward import forward_in
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 
-DIMS = (24, 32, 48, 56, 64)
 # by what a report calls a link
 POWERS = {"ridge-0": 0, "ridge-1": 1, "ridge-2": 2}
 MASKS = ("causal", "packed", "gqa", "memory", "double")  # double: a causal call in float64
 
 
-def cover(
-    links: Iterable[str],
-    masks: Iterable[str] | None,
-    dtypes: Iterable[str],
-    dims: Iterable[int],
-    devices: Iterable[int],
-) -> list[Variant]:
-    """All combinations of the choices. Without a chosen mask, the first type has all powers with the first mask and the
-    last power with every mask. Other types have the last power."""
-    chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
-    if masks is not None:
-        kinds = list(itertools.product(chosen, masks, types))
-    else:
-        kinds = [(link, MASKS[0], types[0]) for link in chosen[:-1]] + [(chosen[-1], mask, types[0]) for mask in MASKS]
-        kinds += [(chosen[-1], MASKS[0], dtype) for dtype in types[1:]]
-    return [Variant(*kind, dim, device) for kind in kinds for dim, device in sizes]
+def default(links: list[str], dtypes: list[str]) -> list[Kind]:
+    """The first type has all powers with the first mask and the last power with every mask; others the last power."""
+    first, last = dtypes[0], links[-1]
+    return [
+        *((link, MASKS[0], first) for link in links[:-1]),
+        *((last, mask, first) for mask in MASKS),
+        *((last, MASKS[0], dtype) for dtype in dtypes[1:]),
+    ]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
@@ -97,28 +81,13 @@ def title(launch: tiles.Launch) -> str:
     return name_of(launch) if reverse is None else f"{name_of(launch)} {'backwards' if reverse else 'forwards'}"
 
 
-def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
-    """Compile a variant's kernels, or those named."""
-    return compiled_of(launches(variant), variant, title, kernels)
-
-
-def main(arguments: list[str]) -> int:
-    """``command`` with these kernels."""
-    kernels = "sums, carry, inverse, factor, read, rows_back, row_sums, keys_back or steps_back"
-    return command(
-        Family(
-            "zonal.kernels.triton.compile_ridge",
-            "the kernels for ridge read-outs",
-            POWERS,
-            MASKS,
-            DIMS,
-            kernels,
-            cover,
-            compiled_all,
-        ),
-        arguments,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+FAMILY = Family(
+    about="the kernels for ridge read-outs",
+    links=tuple(POWERS),
+    masks=MASKS,
+    dims=(24, 32, 48, 56, 64),
+    kernels="sums, carry, inverse, factor, read, rows_back, row_sums, keys_back or steps_back",
+    default=default,
+    launches=launches,
+    title=title,
+)

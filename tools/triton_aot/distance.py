@@ -1,25 +1,20 @@
-"""Compile the kernels of attention by distance for devices that are absent, as ``compile`` does for the tile kernels.
+"""The kernels of attention by distance.
 
-    python -m zonal.kernels.triton.compile_distance --out report.json [--device 90] [--dtype bfloat16] [--dim 96]
-        [--mask packed] [--link rewa-dot]
-
-By default a causal call of each kind is compiled in every type and size, and in bfloat16 the first kind with every
-mask, for every device.
+By default a causal call of each kind is compiled in every type and size, and in bfloat16 the first kind with
+every mask.
 """
 
 import itertools
-import sys
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from zonal.errors import ArgumentError
+from tools.triton_aot.compiler import Family, Kind, Variant, name_of
+from tools.triton_aot.tile import MASKS
 from zonal.formula import FORMULAS, Term
 from zonal.kernels.distance import DistanceInputs, DistanceSpec
 from zonal.kernels.tile import TileSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.compile import MASKS, Compiled, Family, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.distance_backward import backward
 from zonal.kernels.triton.distance_forward import forward
 
@@ -29,29 +24,13 @@ PARTS = {96: (32, 32, 32), 48: (16, 16, 16), 16: (6, 5, 5)}
 KINDS = {"rewa": (False, 0), "rewa-dot": (True, 0), "rewa_oscillatory": (False, 2)}
 
 
-def cover(
-    links: Iterable[str],
-    masks: Iterable[str] | None,
-    dtypes: Iterable[str],
-    dims: Iterable[int],
-    devices: Iterable[int],
-) -> list[Variant]:
-    """All combinations of the choices. Without a chosen mask: all kinds with the first mask, and every mask with the
-    first kind in the first type."""
-    dims = list(dims)
-    if not set(dims) <= set(PARTS):
-        raise ArgumentError(
-            f"compile_distance: the size of a point must be one of {', '.join(map(str, PARTS))}, received {dims}."
-        )
-    chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
-    if masks is not None:
-        kinds = list(itertools.product(chosen, masks, types))
-    else:
-        first = next(iter(MASKS))
-        kinds = [(link, first, dtype) for link in chosen for dtype in types] + [
-            (chosen[0], mask, types[0]) for mask in MASKS if mask != first
-        ]
-    return [Variant(*kind, dim, device) for kind in kinds for dim, device in sizes]
+def default(links: list[str], dtypes: list[str]) -> list[Kind]:
+    """All kinds with the first mask, and every mask with the first kind in the first type."""
+    first, *others = MASKS
+    return [
+        *((link, first, dtype) for link, dtype in itertools.product(links, dtypes)),
+        *((links[0], mask, dtypes[0]) for mask in others),
+    ]
 
 
 def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
@@ -95,28 +74,14 @@ def title(launch: tiles.Launch) -> str:
     return "decode" if launch.constants.get("SPLIT") and name == "forward" else name
 
 
-def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
-    """Compile a variant's kernels, or those named."""
-    return compiled_of(launches(variant), variant, title, kernels)
-
-
-def main(arguments: list[str]) -> int:
-    """``command`` with these kernels."""
-    kernels = "notes, forward, decode, keys, queries, combine or row_products"
-    return command(
-        Family(
-            "zonal.kernels.triton.compile_distance",
-            "the kernels for attention by distance",
-            KINDS,
-            MASKS,
-            PARTS,
-            kernels,
-            cover,
-            compiled_all,
-        ),
-        arguments,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+FAMILY = Family(
+    about="the kernels for attention by distance",
+    links=tuple(KINDS),
+    masks=tuple(MASKS),
+    dims=tuple(PARTS),
+    kernels="notes, forward, decode, keys, queries, combine or row_products",
+    default=default,
+    launches=launches,
+    title=title,
+    only=True,
+)
