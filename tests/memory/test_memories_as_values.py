@@ -202,6 +202,15 @@ def test_a_memory_with_spans_is_printed_and_moves() -> None:
     assert all(x.device.type == "meta" for x in memory.to("meta").contents().values())
 
 
+@pytest.mark.parametrize("name", ["linear", "retention", "ska-1", "ska-fading"])
+def test_subtracting_nothing_changes_nothing(name: str) -> None:
+    op = operator(name)
+    memory = span(tokens=6).into(empty(op)).merge(span(tokens=4, seed=5).into(empty(op)))
+    rest = memory.subtract(empty(op))
+    assert rest.count == 10
+    assert all(torch.equal(x, rest.tensors()[key]) for key, x in memory.tensors().items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_memory_is_a_value(name: str) -> None:
     """No verb without underscore changes what it is called on; a fork shares nothing."""

@@ -1,4 +1,4 @@
-"""The decoder of every memory: a compiled kernel where there is one, else torch's verbs of the memory."""
+"""The decoder of every memory: it steps by a compiled kernel where it can, else by the memory's own operations."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from zonal.memory.incoming import prepared
 
 
 class StepDecoder(Decoder):
-    """``Decoder`` with a compiled kernel for the steps that one takes.
+    """``Decoder`` that uses a compiled kernel for the steps that one supports.
 
-    While ``_steps`` is there, it holds the numbers of all tokens, and ``_held`` the record of spans alone; else
+    While ``_steps`` is set, it holds the sums of all tokens, and ``_held`` only the record of spans. Otherwise
     ``_held`` is the memory.
     """
 
@@ -56,7 +56,7 @@ class StepDecoder(Decoder):
         return self._held.count if self._steps is None else self._steps.count
 
     def _planned(self, call: Call) -> Tensor:
-        """A step of the kernel with new numbers, or of torch's verbs."""
+        """A step by a kernel that is set up with the operator's present numbers, or by the memory's own operations."""
         memory = self.memory()
         check_memory(call, memory)
         steps = compiled_steps(call, memory.unnamed())

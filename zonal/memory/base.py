@@ -43,7 +43,7 @@ class Memory(Readable):
     roundings: ClassVar[int]
     """How often a number of the sums is rounded for one token, at most."""
     double: ClassVar[bool] = False
-    """Whether the sums are float64 whatever comes in."""
+    """Whether the sums are float64 for every type of keys and values."""
 
     kinds: "ClassVar[dict[str, type[Memory]]]"
     """The class of each kind of memory; a class that names its kind adds itself."""
@@ -266,8 +266,9 @@ class Memory(Readable):
         return self._become(self.forget(span))
 
     def decoder(self) -> Decoder:
-        """What goes on from here token by token, in place: ``y = decoder.step(q, k, v)``, ended by
-        ``decoder.memory()``. This memory stays.
+        """A decoder that continues from this memory token by token, in place: ``y = decoder.step(q, k, v)``.
+
+        ``decoder.memory()`` returns the memory so far. This memory is not changed.
         """
         return Decoder.implementation(self)
 
@@ -388,13 +389,11 @@ class Memory(Readable):
 
     @property
     def drift(self) -> float:
-        """The most that rounding can have moved any number of the sums, as a part of the sum of its terms' absolute
-        values.
+        """A bound on the rounding error of each number of the sums, relative to the sum of its terms' absolute values.
 
-        u a token, u = 2^-24 in float32 and 2^-53 in float64 (4 u where each token also fades what came before), and 8 u
-        for the
-        terms themselves: the bound of recursive summation, whatever the order of absorbing, merging and forgetting.
-        Errors of many tokens mostly cancel, to about its square root. 0 for kept keys and values.
+        It is the bound of recursive summation, for any order of absorbing, merging and forgetting: u per token, with
+        u = 2^-24 in float32 and 2^-53 in float64 (4 u where the past fades), and 8 u for the terms themselves. Most
+        errors cancel, to about the square root of the bound. 0 for kept keys and values.
         """
         dtype = torch.float64 if self.double else self.form.statistics
         return self.roundings * (self.count + 8) * torch.finfo(dtype).eps / 2

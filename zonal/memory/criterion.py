@@ -19,9 +19,8 @@ Thresholds = float | tuple[float, ...]
 
 
 class Evidence(NamedTuple):
-    """What a memory knows of queries, (B, H, T) each, in [0, 1]. support: how much of a query the stored keys span.
-    residual: how far the answer is from what it is held against, ``gap``; None where there is nothing to hold it
-    against."""
+    """What a memory knows about queries, (B, H, T) each, in [0, 1]. support: how much of a query the stored keys span.
+    residual: the ``gap`` between the answer and what it is compared with; None where there is nothing to compare."""
 
     support: Tensor
     residual: Tensor | None
@@ -29,12 +28,16 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Criterion:
-    """A query is decided when its support is more than ``support``: accepted when its residual is at most ``residual``
-    then, or not known, contradicted when it is more. Everything else is undecided.
+    """A query is decided when its support is more than ``support``. A decided query is accepted when its residual is
+    unknown or at most ``residual``, and contradicted otherwise. All other queries are undecided.
 
-    support, residual: in [0, 1], one number or one a query head. rate: at most this part of queries that were never
-    stored is decided, in a memory of at most ``tokens`` tokens; None where nothing is stated, as by default. miss: at
-    most this part of right claims is contradicted. ``Memory.calibrate`` finds all of them.
+    Args:
+        support, residual: in [0, 1], one number, or one per query head.
+        rate: at most this part of the queries that were never stored is decided, in a memory of at most ``tokens``
+            tokens. None: nothing is stated.
+        miss: at most this part of right claims is contradicted. None: nothing is stated.
+
+    ``Memory.calibrate`` finds all of them.
 
     Raises: ArgumentError for numbers outside [0, 1].
     """

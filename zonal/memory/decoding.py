@@ -85,13 +85,13 @@ class Decoder(abc.ABC):
         """The ``Memory`` of all tokens so far. Later steps do not change it."""
 
     def gather(self, index: Sequence[int] | Tensor) -> Self:
-        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times. This one
-        stays.
+        """A decoder of the sequences ``index``, in that order. Rows may be left out or repeated. This one is not
+        changed.
         """
         return type(self)(self.memory().gather(index))
 
     def fork(self) -> Self:
-        """A second decoder that goes on from here by itself."""
+        """An independent decoder that continues from here."""
         return type(self)(self.memory())
 
 

@@ -10,7 +10,7 @@ from zonal.algebra import Operator
 from zonal.algebra.primal import factorised
 
 REMAKE = 1024
-"""After so many tokens of updates the inverse is made again from G, which bounds its drift."""
+"""After updates by this many tokens the inverse is recomputed from G, which bounds its drift."""
 
 
 class _Inverse(torch.autograd.Function):
@@ -38,13 +38,13 @@ def positive_inverse(matrix: Tensor, who: str) -> Tensor:
 
 
 def with_ridge(matrix: Tensor, ridge: Tensor) -> Tensor:
-    """A + rho I for matrices A (…, r, r); ridge broadcastable to (…, 1, 1), or (…, r, 1) with one number a row."""
+    """A + rho I for matrices A (…, r, r); ridge broadcastable to (…, 1, 1), or (…, r, 1) with one number per row."""
     return matrix + ridge * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
 class Inverse(NamedTuple):
-    """P = (G + rho I)^-1, the tokens it was updated by since it was made from G, and the values of rho it was made
-    with.
+    """matrix: P = (G + rho I)^-1. age: by how many tokens P was updated since it was computed from G. version: the
+    ``ridge_version`` that it was computed with.
     """
 
     matrix: Tensor
@@ -53,9 +53,11 @@ class Inverse(NamedTuple):
 
 
 def ridge_version(operator: Operator) -> tuple[float, ...] | None:
-    """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written
-    through ``.data``. Elsewhere that would wait for the device, and what is counted has to do."""
-    # the ridge, and the weights of features
+    """A value that changes when the learned ridge or the learned weights of features do; None where nothing is learned.
+
+    On the CPU it holds the numbers themselves, because writes through ``.data`` change no version counter. On other
+    devices reading numbers would wait for the device, so it holds the address and the version counter.
+    """
     values = [
         value
         for name, value in operator.learned_parts.items()
@@ -69,7 +71,7 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
 
 
 def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
-    """The inverses of several memories as rows of one. None when a memory has no inverse, or rho differs."""
+    """The inverses of several memories as rows of one; None when a memory has no inverse or rho differs."""
     found = [inverse for inverse in given if inverse is not None]
     if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
         return None

@@ -1,8 +1,8 @@
-"""Where memories that fade were merged, so that their beginning can be told from their end.
+"""Borders at which memories that fade were merged, so that a beginning can be told from an end.
 
-What such a memory holds of its end is not faded, and of its beginning it is: to take the one out as if it were the
-other gives sums of nothing. Sums alone do not say which is which. So a merge writes down what the tokens before its
-border came to, as two numbers a head.
+The sums of a beginning have faded and those of an end have not, so that subtracting an end as if it were a beginning
+gives meaningless sums. The sums alone do not show which is which. A merge therefore records a mark of the tokens before
+its border: two numbers per head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 
 _SAME = 1e-4
-"""Marks that differ by less, relative to the sums, are of the same tokens: float32 sums in another order differ by
-1e-6.
+"""Marks that differ by less than this part of the sums belong to the same tokens. float32 sums in another order differ
+by 1e-6.
 """
 
 
@@ -30,8 +30,8 @@ class Border(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What a memory that fades shows of itself: its tokens, its log decays, the mark of its sums and the largest norm
-    of a head's, its borders.
+    """What identifies a memory that fades. count: its tokens. total: the sum of its log decays. mark: of its sums.
+    size: the largest norm of a head's sums. borders: where it was merged.
     """
 
     count: int

@@ -49,7 +49,7 @@ class Readable(Batched):
 
         report: with a criterion (True: the default one) a ``Reading``, which says of each query whether its answer is
         accepted, contradicted, or not known yet. Evidence carries no gradients. claim: values (B, H, T, P) to judge in
-        place of the memory's own, before the anchor's factor a head: contradicted where the memory answers otherwise.
+        place of the memory's own, before the anchor's factor per head: contradicted where the memory answers otherwise.
 
         Raises: ArgumentError for shapes, and where a memory of this kind holds no evidence.
         """
@@ -129,7 +129,7 @@ class Readable(Batched):
 
     @abc.abstractmethod
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        """``read`` of prepared queries (B, H, T, D), before the anchor's factor a head."""
+        """``read`` of prepared queries (B, H, T, D), before the anchor's factor per head."""
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         """``support`` of queries. home (B, H, T, D): the same vectors prepared as keys."""

@@ -1,4 +1,4 @@
-"""Which sums carry the past of an operator: sums over features, ridge statistics, or none, so that keys are kept."""
+"""Which sums can hold the past of an operator: sums over features, ridge statistics, or none (keys are kept then)."""
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge, TopK
@@ -8,7 +8,7 @@ from zonal.features import SymmetricPowers, feature_map
 from zonal.memory.whitened import MAX_STATISTICS, harmonics_of, width_of
 
 MAX_FEATURES = 8192
-"""Past this many features a head, keys and values are kept instead."""
+"""With more features per head than this, keys and values are kept instead."""
 
 
 def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:

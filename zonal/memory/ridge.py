@@ -1,9 +1,9 @@
 """GramStatistics: G = sum z z^T, M = sum z_t z_{t-1}^T and C = sum v z^T over keys z, with or without a decay.
 
-They are all that ridge and Koopman read-outs need of the past, and are float64 whatever comes in. A read-out divides by
-what keys have left unseen: rounding of G enters relative to rho, and that of C times 1 / rho. In float32, 1e4 tokens
-along few directions are enough to lose every digit, and soon G + rho I is no longer positive; in float64 the same error
-is 1e-16 |G| / rho.
+They are all that ridge and Koopman read-outs need of the past. They are float64 for every type of keys and values,
+because a read-out divides by rho in the directions that no key has: the error of G counts relative to rho, and that of
+C times 1 / rho. In float32, 1e4 tokens along few directions lose every digit, and G + rho I soon stops being positive
+definite. In float64 the same error is 1e-16 |G| / rho.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,8 +108,8 @@ class GramStatistics(Summed):
 
     gram G (r, r); cross C (P, r). For powers past 0 also shift M (r, r), last (r), the last key, and first (r), the
     first key, faded as everything is. peak (B, Hkv): the largest z.z, when the ridge follows it. level D (r), where the
-    past fades: what is left of the ridge in each direction. inverse: derived, and made when it is first read; absorbing
-    a few tokens updates it in O(r^2) each, but not where the past fades.
+    past fades: what is left of the ridge in each direction. inverse: derived from the sums at the
+    first read. Absorbing a few tokens updates it in O(r^2) each, but not where the past fades.
 
     With the rate l_t = e^{g_t} of token t: G <- l_t G + z z^T, M <- l_t M + z_t z_{t-1}^T, C <- l_t C + v z^T, and
     D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1. The ridge is rho diag(D), to which each step gives back in one
@@ -316,7 +316,7 @@ class GramStatistics(Summed):
         return inverse if white is None else white.square(inverse)
 
     def _updated(self, z: Tensor) -> Inverse | None:
-        """The inverse after keys z, or None when it had better be made again."""
+        """The inverse updated by keys z, or None when it should be recomputed at the next read."""
         inverse, n = self.inverse, z.shape[2]
         if (
             inverse is None

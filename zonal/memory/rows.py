@@ -1,5 +1,5 @@
-"""A batch of memories: rows of one memory gathered and scattered, memories stacked and taken apart, for serving many
-sequences at once.
+"""Batches of memories, for serving many sequences at once: rows are gathered and scattered, memories are stacked and
+unbound.
 """
 
 import abc
@@ -24,12 +24,12 @@ AnyMemory = TypeVar("AnyMemory", bound="Batched")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batched(Spanned):
-    """What a memory does with the sequences of its batch. Rows never mix, so each does as it would alone."""
+    """Operations on the sequences of a batch. Rows never mix: each behaves as it would alone."""
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> Self:
-        """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
+        """The memory of the sequences ``index``, in that order. Rows may be left out or repeated."""
         return self.picked(checked_index("Memory.gather", index, self.form.batch))
 
     def scatter(self, index: Sequence[int] | Tensor, other: Self) -> Self:

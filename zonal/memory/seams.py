@@ -1,9 +1,8 @@
-"""Where memories of ridge statistics were merged: what M holds across these borders, so that a span can be taken out
-again.
+"""Seams: borders at which memories of ridge statistics were merged, recorded so that a span can be taken out again.
 
-M = sum z_t z_{t-1}^T holds, besides what each span has of its own, one product right left^T a seam: the first key after
-it and the last real key before it, wherever that was. A span in which a row has no real token leaves no key, and the
-row's next span goes on from the same left key.
+M = sum z_t z_{t-1}^T holds the transitions within each span, and one product right left^T per seam: of the first key
+after it and the last real key before it. A span without a real token in a row leaves no key there, and the row's next
+span continues from the same left key.
 """
 
 from collections.abc import Mapping, Sequence

@@ -310,9 +310,7 @@ class Spanned(abc.ABC):
                 )
 
     def _at_border(self, verb: str) -> None:
-        """With whole chunks a span begins and ends at a border of chunks: else its tokens would move those of the
-        others.
-        """
+        """With whole chunks a span begins and ends at a border of chunks: to forget it then moves no other chunk."""
         named = verb == "open" or (self.parts and self.parts[-1].name is not None)
         if self.chunk is not None and named and self.count % self.chunk:
             raise ArgumentError(

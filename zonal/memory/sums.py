@@ -56,13 +56,12 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
 
 @torch.no_grad()
 def least_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
-    """The sum over keys from which on a row of a positive link is known, (B, H, T, 1): below it a tenth or more may be
-    rounding. 0 where no terms cancel.
+    """The smallest sum over keys that is trusted for a row of a positive link, (B, H, T, 1). A tenth or more of a
+    smaller sum may be rounding. 0 where no terms cancel.
 
-    The sizes of a row's terms sum_a w_a psi_a(q) M_a add up to at most |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz),
-    of which a sum over features is
-    known to some units in the last place: 1e-6 in float32, where 2^-16 of it is asked for. The chunked path's kernel
-    for the CPU has the same rule.
+    The absolute terms of a row, sum_a w_a psi_a(q) M_a, add up to at most |sqrt w psi(q)| |sqrt w M| (Cauchy-Schwarz).
+    A sum over features is accurate to a few roundings of that bound, 1e-6 of it in float32; 2^-16 of it is required.
+    The compiled kernel of the chunked path has the same rule.
     """
     if not bound.link.positive or features.degree == 1:
         return q.new_zeros(())

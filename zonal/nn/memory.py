@@ -20,8 +20,8 @@ _KIND = "layer memories"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerDecoder:
-    """A layer that goes on from its memory token by token: ``y, decoder = layer(x, decoder)``, ended by
-    ``decoder.value()``.
+    """A layer that continues from its memory token by token: ``y, decoder = layer(x, decoder)``. ``decoder.value()``
+    returns the memory so far.
 
     Made by ``LayerMemory.decoder``. The operator's decoder is changed in place, so that the result of a call takes the
     place of what was given to it.
@@ -135,7 +135,7 @@ class LayerMemory:
         )
 
     def decoder(self) -> LayerDecoder:
-        """What goes on from here token by token: the layer takes it in place of a memory. This memory stays."""
+        """A decoder that continues from here; the layer takes it in place of a memory. This memory is not changed."""
         others = tuple(other.decoder() for other in self.others)
         return LayerDecoder(self.memory.decoder(), self.tail, self.length, self.padding, self.carried, others)
 
@@ -197,7 +197,7 @@ class LayerMemory:
         """The memory of what this one read and then what the other read, apart: neither saw the other.
 
         Each keeps the positions that it was read at, and the next token stands behind the later of the two ends; the
-        convolution goes on from the other's tail. ``span`` names all that the other read.
+        convolution continues from the other's tail. ``span`` names all that the other read.
 
         Raises: ArgumentError for memories of unlike layers, for names that are taken, and for what a Mamba-3 layer read
         (its state turns with all that came before).
@@ -222,7 +222,7 @@ class LayerMemory:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> "LayerMemory":
-        """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
+        """The memory of the sequences ``index``, in that order. Rows may be left out or repeated."""
         places = checked_index("LayerMemory.gather", index, self.batch)
         return self._each(lambda layer: layer._picked(layer.memory.gather(index), places))
 
@@ -333,7 +333,7 @@ class LayerMemory:
 
 
 Past = LayerMemory | LayerDecoder
-"""What a layer goes on from."""
+"""What a layer can continue from."""
 
 
 def _padding(before: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
