@@ -8,7 +8,6 @@ The share of a forward that two bare matrix products of the projections' shapes 
 implementation can go below.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -140,21 +139,14 @@ def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    parser = common.parser(__doc__ or "", "backbones")
+    parser = common.parser(__doc__ or "", "backbones", "resume")
     parser.add_argument("--rows", type=int, default=None, help="measure at most so many rows (default: all)")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that --out already holds and measure the others"
+    run = common.Run(
+        parser.parse_args(argv), only_cpu="the peer's own kernels are for CUDA and are not part of this benchmark"
     )
-    options: argparse.Namespace = parser.parse_args(argv)
-    device = common.prepare(options)
-    if device.type != "cpu":
-        raise ArgumentError(
-            "bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use "
-            "--device cpu."
-        )
+    options, device = run.options, run.device
     import transformers
 
-    start = common.circumstances(device)
     held = (
         store.read_json(options.out)
         if options.resume and Path(options.out).is_file()
@@ -170,10 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     for width, state, gradients in missing[: options.rows]:
         rows.append(measured(width, state, gradients, errors, device, 3 if options.quick else 7))
         print(line(rows[-1]), flush=True)
-        common.report(
-            options.out, "backbones", __doc__ or "",
-            {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
-            {"errors": errors, "transformers": transformers.__version__}, start,
+        run.write(
+            rows, {"errors": errors, "transformers": transformers.__version__},
+            {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, options.out,
         )  # fmt: skip
     return 0
 
@@ -201,16 +192,11 @@ def measured(
     return row
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: dict[str, Any]) -> str:
     """One row for people."""
 
     def ratio(key: str) -> str:
-        found = row.get(key)
-        return (
-            "-"
-            if not isinstance(found, dict)
-            else f"{found['ratio']['median']:.2f} [{found['ratio']['low']:.2f}-{found['ratio']['high']:.2f}]"
-        )
+        return common.ratio_text(row.get(key), 2)
 
     kind = "forward+backward" if row["gradients"] else "forward"
     step = (

@@ -1,22 +1,27 @@
-"""What every benchmark shares: a correctness gate, interleaved timing, quantiles, and results as JSON with their
-circumstances.
+"""The harness of all benchmarks: options, a correctness gate, timing in turns, quantiles, peak memory, and results as
+JSON with their circumstances.
 
-A benchmark is a file with ``main(argv) -> int``. It checks what it times against the float64 definition first, times
-its subject and a named peer in turns in one process, and writes ratios of the two (below 1: the subject is faster).
+A benchmark is a file with ``main(argv) -> int`` that states its rows. It checks what it times against the float64
+definition first, times its subject and a named peer in turns in one process, and writes ratios of the two (below 1: the
+subject is faster).
 """
 
 import argparse
 import contextlib
+import ctypes
 import datetime
+import gc
 import json
 import math
 import os
+import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,17 +73,29 @@ class Compared:
         return asdict(self)
 
 
-def parser(description: str, default_name: str) -> argparse.ArgumentParser:
-    """Arguments that all benchmarks have: --out, --threads, --device, --quick."""
-    made = argparse.ArgumentParser(description=description)
+SHARED: dict[str, dict[str, Any]] = {
+    "budget": {"type": float, "help": "seconds for a row (default: %(default)s)"},
+    "only": {"default": "", "help": "only rows whose description contains this text"},
+    "page": {"action": "store_true", "help": "only write the page of the JSON that is there"},
+    "resume": {"action": "store_true", "help": "keep the rows that --out already holds and measure the others"},
+}
+"""Options that several benchmarks have."""
+
+
+def parser(about: str, name: str, *shared: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Options of every benchmark: --out, --threads, --device, --quick; of ``SHARED``, those named."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--out",
-        default=f"results/benchmarks/{default_name}.json",
+        default=f"results/benchmarks/{name}.json",
         help="where the JSON goes; '-' writes none (default: %(default)s)",
     )
     made.add_argument("--threads", type=int, default=None, help="threads of torch (default: as torch chooses)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     made.add_argument("--quick", action="store_true", help="few and small shapes: a check that it runs, no result")
+    for option in shared:
+        made.add_argument(f"--{option}", **SHARED[option])
+    made.set_defaults(name=name, about=about.strip(), **defaults)
     return made
 
 
@@ -93,6 +110,102 @@ def prepare(options: argparse.Namespace) -> torch.device:
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
     return device
+
+
+class Run:
+    """A benchmark that runs: its options, its device, what was so when it began, and the record that it writes.
+
+    Args:
+        options: of ``parser``.
+        only_cpu: why it cannot run elsewhere; ArgumentError there. None: it can.
+    """
+
+    def __init__(self, options: argparse.Namespace, *, only_cpu: str | None = None) -> None:
+        self.options, self.device = options, prepare(options)
+        if only_cpu is not None and self.device.type != "cpu":
+            raise ArgumentError(f"bench: {only_cpu}, received --device {self.device}. Leave --device out.")
+        self.start = circumstances(self.device)
+        self.partial = bool(options.quick or getattr(options, "only", ""))
+        """Whether it measures a part of the rows, which is no result."""
+        self.budget: float = 0.2 if options.quick else getattr(options, "budget", 0.0)
+        """Seconds for a row."""
+
+    @property
+    def target(self) -> str:
+        """Where a whole run's JSON goes; "-" for a part."""
+        return "-" if self.partial else self.options.out
+
+    def write(
+        self, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None, out: str | None = None,
+    ) -> None:  # fmt: skip
+        """Write the record. settings: what does not depend on the row (default: the budget). out: in place of
+        ``target``.
+        """
+        report(
+            self.target if out is None else out, self.options.name, self.options.about,
+            {"budget_seconds": self.options.budget} if settings is None else settings, rows, summary, self.start,
+        )  # fmt: skip
+
+
+def write_page(out: str, page: Callable[[Path, Any], None]) -> None:
+    """Write the HTML page of the JSON ``out`` beside it."""
+    page(Path(out).with_suffix(".html"), store.read_json(out))
+
+
+class Row(Protocol):
+    """A row to be measured. bound: the ratio to reach; None: it is only measured."""
+
+    @property
+    def bound(self) -> float | None: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+def held(row: Mapping[str, Any], case: Row) -> bool:
+    """Whether the ratio of a measured row is within its bound."""
+    return case.bound is None or _compared(row)["ratio"]["median"] <= case.bound
+
+
+def _compared(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(value for name, value in row.items() if name.startswith("against_"))
+
+
+def ratio_text(compared: Mapping[str, Any] | None, digits: int = 3) -> str:
+    """The ratio for people: "0.512 [0.497-0.530]"; "-" where nothing was compared."""
+    if compared is None:
+        return "-"
+    ratio = compared["ratio"]
+    return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}-{ratio['high']:.{digits}f}]"
+
+
+def bounded(
+    run: Run,
+    cases: Sequence[R],
+    gate: Callable[[Sequence[R]], dict[str, float]],
+    measured: Callable[[R], dict[str, Any]],
+    line: Callable[[dict[str, Any], R], str],
+) -> int:
+    """Check the cases, measure and print each, and write the record; 0 when every bound holds, and for a part.
+
+    A measured row holds the dictionary of a ``Compared`` under a name that begins with "against_", or "refused".
+    """
+    print("checking outputs and gradients against the float64 definition …", flush=True)
+    errors = gate(cases)
+    rows, missed = [], []
+    for case in cases:
+        row = measured(case)
+        rows.append(row)
+        goal = ""
+        if case.bound is not None:
+            missed += [] if held(row, case) else [str(case)]
+            goal = f"; at most {case.bound}: {'holds' if held(row, case) else 'MISSED'}"
+        print(f"{line(row, case)}{goal}", flush=True)
+    bounds = sum(case.bound is not None for case in cases)
+    print(f"{bounds - len(missed)} of {bounds} bounds hold")
+    run.write(rows, {"errors": errors, "bounds": bounds, "missed": missed})
+    return 1 if missed and not run.partial else 0
 
 
 @contextlib.contextmanager
@@ -125,6 +238,14 @@ def gate(name: str, got: Tensor, reference: Tensor, tolerance: float) -> float:
             f"{name}: off by {error:.3g} of the largest entry, {tolerance:.3g} is allowed; nothing was timed"
         )
     return error
+
+
+def gate_gradients(
+    name: str, got: Tensor, inputs: Sequence[Tensor], reference: Tensor, exact: Sequence[Tensor], tolerance: float
+) -> None:
+    """Gate the gradients of the sum of ``got`` by ``inputs`` against those of the reference by ``exact``."""
+    for a, b in zip(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(reference.sum(), exact), strict=True):
+        gate(f"{name}, a gradient", a, b, tolerance)
 
 
 def once(work: Work, device: torch.device) -> float:
@@ -165,6 +286,35 @@ def compare(subject: Work, peer: Work, device: torch.device, *, pairs: int = 7, 
     times = interleaved({"subject": subject, "peer": peer}, device, rounds=pairs, budget=budget)
     ratios = [a / b for a, b in zip(times["subject"], times["peer"], strict=True)]
     return Compared(Quantiles.of(times["subject"]), Quantiles.of(times["peer"]), Quantiles.of(ratios))
+
+
+def peak_bytes(work: Work) -> int:
+    """The most the process grew while ``work`` ran, in bytes, sampled every 2 ms from the resident size."""
+    page = resource.getpagesize()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    gc.collect()
+    # freed memory that the allocator keeps would hide what the call takes
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, most, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, resident())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    kept = work()
+    most = max(most, resident())
+    done.set()
+    thread.join()
+    del kept
+    return max(0, most - before)
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

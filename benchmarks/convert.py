@@ -418,8 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page; 0 when the exact form keeps the perplexity to what is
     predicted.
     """
-    parser = common.parser(__doc__ or "", "convert")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = common.parser(__doc__ or "", "convert", "page", "resume")
     parser.add_argument("--model", type=Path, required=True, help="folder of a model of Hugging Face, or a GGUF file")
     parser.add_argument(
         "--text",
@@ -436,19 +435,14 @@ def main(argv: list[str] | None = None) -> int:
         help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)",
     )
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of both (default: %(default)s)")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the forms that --out already holds and measure the others"
-    )
-    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
     if options.page:
         write_page(options)
         return 0
-    device = common.prepare(options)
-    start = common.circumstances(device)
-    start["versions"]["transformers"] = captured.transformers(CALL, options.model).__version__
+    run = common.Run(options)
+    run.start["versions"]["transformers"] = captured.transformers(CALL, options.model).__version__
     if options.quick:
-        options.length, options.windows, options.steps, options.out = 32, 2, 2, "-"
+        options.length, options.windows, options.steps = 32, 2, 2
     model, tokenizer = captured.opened(CALL, options.model, "sdpa")
     whole = {
         source.title.partition(" (")[0].removesuffix(".txt"): "".join("".join(pieces) for pieces in source.documents())
@@ -467,7 +461,7 @@ def main(argv: list[str] | None = None) -> int:
         "factors": FACTORS,
         "rate": options.rate,
     }
-    rows = common.kept(options.out, options.resume, settings)
+    rows = common.kept(run.target, options.resume, settings)
     subject = Subject(model, windows(rest, tokenizer, 1, options.length))
     subject.factors = {row["form"]: row["factor"] for row in rows if row.get("factor")}
     base = {row["text"]: torch.tensor(row["nats"], dtype=torch.float64) for row in rows if row["form"] == ORIGINAL}
@@ -493,10 +487,8 @@ def main(argv: list[str] | None = None) -> int:
         rows += measured
         # after each, since they take minutes
         if {ORIGINAL, EXACT} <= {row["form"] for row in rows}:
-            common.report(
-                options.out, "convert", (__doc__ or "").strip(), settings, rows, summarised(rows, error), start
-            )
-    if options.out != "-":
+            run.write(rows, summarised(rows, error), settings)
+    if run.target != "-":
         write_page(options)
     summary = summarised(rows, error)
     print(

@@ -355,7 +355,7 @@ def numbers(option: str, text: str, kind: type, least: float) -> list[Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = common.parser((__doc__ or "").partition("\n")[0], "fidelity")
+    parser = common.parser(__doc__ or "", "fidelity", "resume")
     parser.add_argument("--dims", default="8,16,32,64", help="sizes of q and k (default: %(default)s)")
     parser.add_argument("--eps", default=None, help="of the Yat kernel (default: 0.001,0.01,0.1,1; 0.01 for a preset)")
     parser.add_argument("--inputs", default=",".join(INPUTS), help="kinds of data (default: %(default)s)")
@@ -384,9 +384,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", default=None, help="with --checkpoint: which layers, from 1 (default: all)")
     parser.add_argument("--preset", choices=("slay-table10",), default=None, help="repeat a published protocol")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the panels that --out already holds and measure the others"
-    )
-    parser.add_argument(
         "--page", default="auto", help="where the chart goes; '-' writes none (default: beside the JSON)"
     )
     parser.add_argument("--picture", type=Path, default=None, help="draw the panels of the documentation as SVG")
@@ -401,9 +398,6 @@ def _settled(options: argparse.Namespace) -> argparse.Namespace:
             raise ArgumentError(f"bench fidelity: --{name} must be >= 1, received {getattr(options, name)}.")
     if options.learn < 0:
         raise ArgumentError(f"bench fidelity: --learn must be >= 0, received {options.learn}.")
-    common.prepare(options)
-    if options.device != "cpu":
-        raise ArgumentError("bench fidelity: errors are measured in float64 on the cpu; leave --device out.")
     if options.preset and (options.resume or options.checkpoint or options.picture):
         raise ArgumentError(
             "bench fidelity: --preset has data of its own and is measured as a whole; leave --resume, "
@@ -434,7 +428,7 @@ def main(argv: list[str] | None = None) -> int:
             1,
         )
         options.length, options.heads, options.learn = min(options.length, 64), 1, min(options.learn, 2)
-    start = common.circumstances(torch.device("cpu"))
+    run = common.Run(options, only_cpu="errors are measured in float64 on the CPU")
     errors = gate()
     settings = {
         "dims": options.dims, "eps": options.eps, "inputs": options.inputs, "T": options.length, "heads": options.heads,
@@ -444,9 +438,7 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        common.report(
-            options.out, "fidelity", __doc__ or "", settings, rows, {"errors": errors, "claims": claims(rows)}, start
-        )
+        run.write(rows, {"errors": errors, "claims": claims(rows)}, settings, options.out)
 
     if options.preset:
         rows = repeat_table_10(options)

@@ -14,7 +14,6 @@ what a path over all pairs would do. Output and gradients are checked against th
 is timed.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -334,17 +333,13 @@ def required(device: torch.device) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark: 0 when it ran, 2 where it cannot."""
-    parser = common.parser(__doc__ or "", "gpu")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(device="cuda")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds for a row's pairs (default: %(default)s)")
+    parser = common.parser(__doc__ or "", "gpu", "budget", "only", budget=1.0, device="cuda")
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
         help="begin no row after this long; the report says which are missing",
     )
-    parser.add_argument("--only", default="", help="only rows whose description contains this text")
     parser.add_argument("--list", action="store_true", help="print the rows and their operations, and end")
     options = parser.parse_args(argv)
     cases = [case for case in table() if options.only in str(case)]
@@ -361,8 +356,8 @@ def main(argv: list[str] | None = None) -> int:
     if missing is not None:
         print(missing, file=sys.stderr)
         return 2
-    device = common.prepare(options)
-    start, clock = common.circumstances(device), time.monotonic()
+    run, clock = common.Run(options), time.monotonic()
+    device = run.device
     print("checking outputs and gradients against the dense path in float64 …", flush=True)
     errors = gate(device, cases)
     peak = peaks(device)
@@ -376,30 +371,18 @@ def main(argv: list[str] | None = None) -> int:
         for case in cases:
             if time.monotonic() - clock > 60 * options.minutes:
                 break
-            row = measured(case, device, peak, 0.1 if options.quick else options.budget)
+            row = measured(case, device, peak, run.budget)
             rows.append(row)
-            ratio = row["against_flash"]["ratio"]
             rates = f"{100 * row['share']:.0f}% of the device against {100 * row['flash_share']:.0f}%"
             memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['flash_peak_bytes'] / 1e6:.0f}"
             print(
-                f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of FlashAttention  {case} "
-                f"({rates}; {memory})",
+                f"{common.ratio_text(row['against_flash'])} of FlashAttention  {case} ({rates}; {memory})",
                 flush=True,
             )
     finally:
         # a row that fails ends the run; the rows before it stand
         left = [str(case) for case in cases[len(rows) :]]
-        summary = {"errors": errors, "peaks": peak, "not_run": left}
-        partial = options.quick or options.only
-        common.report(
-            "-" if partial else options.out,
-            "gpu",
-            __doc__ or "",
-            {"budget_seconds": options.budget},
-            rows,
-            summary,
-            start,
-        )
+        run.write(rows, {"errors": errors, "peaks": peak, "not_run": left})
     print(f"{len(rows)} rows" + (f", {len(left)} not run" if left else ""))
     return 0
 

@@ -9,8 +9,8 @@ steps after 1024 tokens, so that 1 is constant. Memory is what a call takes at i
 bytes stand beside those of the keys and values it replaces.
 """
 
-import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,9 +20,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
-from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
-from zonal.errors import ArgumentError
 from zonal.execution.call import prepare
 from zonal.execution.paths import ridge, steps
 
@@ -141,7 +139,7 @@ class Work:
         return y if not self.case.gradients else torch.autograd.grad(y.sum(), self.plain)
 
 
-def gate(cases: list[Case]) -> dict[str, float]:
+def gate(cases: Sequence[Case]) -> dict[str, float]:
     """Errors of output and gradients, and of steps, against the float64 definition, for each kind of row at 777
     tokens.
     """
@@ -156,12 +154,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
         got = work.attend()
         name = f"r={dim}, K={power}, T=777"
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
-        for a, b in zip(
-            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
-            torch.autograd.grad(reference.sum(), exact),
-            strict=True,
-        ):
-            common.gate(f"{name}, a gradient", a, b, 1e-4)
+        common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)
         with torch.no_grad():
             q, k, v = (x.detach() for x in (work.q, work.k, work.v))
             refused = steps.ridge_refusal(
@@ -182,7 +175,7 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     with torch.set_grad_enabled(case.gradients):
         row: dict[str, Any] = {"row": str(case), **asdict(case)}
         row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
-        row["peak_bytes"] = peak_bytes(work.subject)
+        row["peak_bytes"] = common.peak_bytes(work.subject)
         row["output_bytes"] = 4 * HEADS * VALUES * (STEPS if case.decodes else case.tokens)
         if work.memory is not None:
             row["memory_bytes"] = work.memory.nbytes
@@ -190,55 +183,26 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     return row
 
 
+def line(row: dict[str, Any], case: Case) -> str:
+    """A row for people."""
+    found = row["against_peer"]
+    text = f"{common.ratio_text(found, 4)} of {case.peer}  {case}"
+    if not case.decodes:
+        return f"{text} ({common.milliseconds(found['subject']['median'])})"
+    memory = f"{row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}"
+    return f"{text} ({common.milliseconds(found['subject']['median'] / STEPS)} a token; a memory of {memory})"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    parser = common.parser(__doc__ or "", "koopman")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only rows whose description contains this text")
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    if device.type != "cpu":
-        raise ArgumentError("bench: the kernels for ridge read-outs run on the CPU only. Leave --device out.")
-    start = common.circumstances(device)
-    cases = [case for case in table() if options.only in str(case)]
-    if options.quick:
-        cases = [Case(8, 1, 300), Case(8, 1, 300, True), Case(8, 1, 100, peer="decode"), Case(8, 1, 400, peer="flat")]
-    print("checking outputs, gradients and steps against the float64 definition …", flush=True)
-    errors = gate(cases)
-    rows, missed = [], []
-    for case in cases:
-        row = measured(case, device, 0.2 if options.quick else options.budget)
-        rows.append(row)
-        ratio = row["against_peer"]["ratio"]
-        held = case.bound is None or ratio["median"] <= case.bound
-        missed += [] if held else [str(case)]
-        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
-        seconds = row["against_peer"]["subject"]["median"]
-        time = f"{common.milliseconds(seconds / STEPS)} a token" if case.decodes else common.milliseconds(seconds)
-        kept = (
-            f"; a memory of {row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}"
-            if case.decodes
-            else ""
-        )
-        print(
-            f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} "
-            f"({time}{kept}){goal}",
-            flush=True,
-        )
-    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
-    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
-    partial = options.quick or options.only
-    common.report(
-        "-" if partial else options.out,
-        "koopman",
-        __doc__ or "",
-        {"budget_seconds": options.budget},
-        rows,
-        summary,
-        start,
+    run = common.Run(
+        common.parser(__doc__ or "", "koopman", "budget", "only", budget=6.0).parse_args(argv),
+        only_cpu="the kernels for ridge read-outs run on the CPU only",
     )
-    return 1 if missed and not partial else 0
+    cases = [case for case in table() if run.options.only in str(case)]
+    if run.options.quick:
+        cases = [Case(8, 1, 300), Case(8, 1, 300, True), Case(8, 1, 100, peer="decode"), Case(8, 1, 400, peer="flat")]
+    return common.bounded(run, cases, gate, lambda case: measured(case, run.device, run.budget), line)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ many calls of fused attention over 16k keys and values. "flat" is the same loop 
 that loop after a thousand. Memory is what a call takes at its peak beyond its inputs.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,9 +19,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
-from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
-from zonal.errors import ArgumentError
 from zonal.execution.call import prepare
 from zonal.execution.paths import steps, sums
 
@@ -150,7 +147,7 @@ class Work:
         return self.done(F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True), False)
 
 
-def gate(cases: list[Case]) -> dict[str, float]:
+def gate(cases: Sequence[Case]) -> dict[str, float]:
     """Errors of output and gradients against the float64 definition, for each kind of row at up to 777 tokens."""
     errors: dict[str, float] = {}
     for case in cases:
@@ -171,12 +168,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
         reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
         got = work.attend()
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
-        for a, b in zip(
-            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
-            torch.autograd.grad(reference.sum(), exact),
-            strict=True,
-        ):
-            common.gate(f"{name}, a gradient", a, b, 1e-4)
+        common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)
     return errors
 
 
@@ -208,24 +200,27 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     with torch.set_grad_enabled(case.gradients):
         row: dict[str, Any] = {"row": str(case), **asdict(case)}
         row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
-        row["peak_bytes"] = peak_bytes(work.subject)
+        row["peak_bytes"] = common.peak_bytes(work.subject)
         row["output_bytes"] = work.q[:, :, : case.tokens if work.decoder is None else STEPS].nbytes
     return row
 
 
+def line(row: dict[str, Any], case: Case) -> str:
+    """A row for people."""
+    found, steps = row["against_peer"], STEPS if case.peer in ("decode", "flat") else 1
+    time = f"{common.milliseconds(found['subject']['median'] / steps)}{' a token' if steps > 1 else ''}"
+    memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
+    return f"{common.ratio_text(found)} of {case.peer}  {case} ({time}; {memory})"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    parser = common.parser(__doc__ or "", "linear")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only rows whose description contains this text")
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    if device.type != "cpu":
-        raise ArgumentError("bench: the kernel for sums over features runs on the CPU only. Leave --device out.")
-    start = common.circumstances(device)
-    cases = [case for case in table() if options.only in str(case)]
-    if options.quick:
+    run = common.Run(
+        common.parser(__doc__ or "", "linear", "budget", "only", budget=6.0).parse_args(argv),
+        only_cpu="the kernel for sums over features runs on the CPU only",
+    )
+    cases = [case for case in table() if run.options.only in str(case)]
+    if run.options.quick:
         cases = [
             Case("sq", 8, 300),
             Case("sq", 8, 300, True),
@@ -233,39 +228,7 @@ def main(argv: list[str] | None = None) -> int:
             Case("sq", 8, 300, peer="decode"),
             Case("sq", 8, 400, peer="flat"),
         ]
-    print("checking outputs and gradients against the float64 definition …", flush=True)
-    errors = gate(cases)
-    rows, missed = [], []
-    for case in cases:
-        row = measured(case, device, 0.2 if options.quick else options.budget)
-        rows.append(row)
-        ratio = row["against_peer"]["ratio"]
-        held = case.bound is None or ratio["median"] <= case.bound
-        missed += [] if held else [str(case)]
-        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
-        steps = STEPS if case.peer in ("decode", "flat") else 1
-        time = (
-            f"{common.milliseconds(row['against_peer']['subject']['median'] / steps)}{' a token' if steps > 1 else ''}"
-        )
-        memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
-        print(
-            f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; "
-            f"{memory}){goal}",
-            flush=True,
-        )
-    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
-    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
-    partial = options.quick or options.only
-    common.report(
-        "-" if partial else options.out,
-        "linear",
-        __doc__ or "",
-        {"budget_seconds": options.budget},
-        rows,
-        summary,
-        start,
-    )
-    return 1 if missed and not partial else 0
+    return common.bounded(run, cases, gate, lambda case: measured(case, run.device, run.budget), line)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ causal ``torch.nn.functional.scaled_dot_product_attention`` as the common measur
 and `--resume` goes on from it.
 """
 
-import argparse
 import contextlib
 import functools
 import io
@@ -215,8 +214,7 @@ def softmax_error(found: LinearPeer, causal: bool) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Check every peer that is installed, then print its time at each length."""
-    parser = common.parser(__doc__ or "", "linear_peers")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = common.parser(__doc__ or "", "linear_peers", "budget", "only", "resume", budget=2.0)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -224,18 +222,11 @@ def main(argv: list[str] | None = None) -> int:
         default=[1024, 4096, 16384],
         help="lengths, multiples of 64 (default: 1024 4096 16384)",
     )
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds for a time (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only peers whose name contains this text")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that --out already holds and measure the others"
-    )
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    if device.type != "cpu":
-        raise ArgumentError(f"bench: these peers are set up for a CPU, received --device {device}. Leave --device out.")
+    run = common.Run(parser.parse_args(argv), only_cpu="these peers are set up for a CPU")
+    options, device = run.options, run.device
     if any(tokens < 64 or tokens % 64 for tokens in options.tokens):
         raise ArgumentError(f"bench: --tokens must be multiples of 64, received {' '.join(map(str, options.tokens))}.")
-    start, out = common.circumstances(device), "-" if options.quick else options.out
+    out = "-" if options.quick else options.out
     rows: list[dict[str, Any]] = (
         store.read_json(out)["rows"] if options.resume and out != "-" and Path(out).is_file() else []
     )
@@ -270,11 +261,11 @@ def main(argv: list[str] | None = None) -> int:
                 errors |= {spec: gate_subject(spec, causal) for spec in dict.fromkeys((found.nearest, SQUARED))}
                 rows.append(
                     {
-                        **timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget),
+                        **timed(name, found, tokens, causal, device, run.budget),
                         "errors": errors,
                     }
                 )
-                common.report(out, "linear_peers", __doc__ or "", settings, rows, {}, start)
+                run.write(rows, {}, settings, out)
             if name == "performer" and not options.quick:
                 print(
                     f"  distance from softmax: {softmax_error(found, True):.2f} causal, "

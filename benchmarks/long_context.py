@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import zonal
 from benchmarks import captured, common, page
-from benchmarks.recurrence import peak_bytes
 from zonal import Memory, Operator, store
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
@@ -212,7 +211,7 @@ class Reader:
 
     def read(self) -> None:
         if self.peak is None:
-            self.peak = peak_bytes(lambda: _clocked(self.prefix, self.seconds))
+            self.peak = common.peak_bytes(lambda: _clocked(self.prefix, self.seconds))
         else:
             _clocked(self.prefix, self.seconds)
 
@@ -413,8 +412,7 @@ def write_page(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page."""
-    parser = common.parser(__doc__ or "", "long_context")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = common.parser(__doc__ or "", "long_context", "page", "resume")
     parser.add_argument(
         "--model",
         type=Path,
@@ -431,16 +429,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--stretches", type=int, default=Sizes().stretches, help="stretches of each text (default: %(default)s)"
     )
-    parser.add_argument("--resume", action="store_true", help="keep what --out already holds and measure the rest")
-    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
     if options.page:
         write_page(options)
         return 0
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(options)
     sizes = QUICK if options.quick else dataclasses.replace(Sizes(), stretches=options.stretches)
-    out = "-" if options.quick else options.out
     texts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for source in ("novel", *options.text):
         task = Text(source, "byte", sizes.length, evaluation_bytes=sizes.stretches * sizes.length)
@@ -460,7 +454,7 @@ def main(argv: list[str] | None = None) -> int:
         }
     }
     settings |= {"sizes": dataclasses.asdict(sizes), "top": TOP, "clock": "processor time", "dtype": "float32"}
-    rows = common.kept(out, options.resume, settings)
+    rows = common.kept(run.target, options.resume, settings)
     stretch = torch.cat([next(iter(texts.values()))[0][0], next(iter(texts.values()))[0][1][:, -1:]], 1)
     parts: list[Iterator[Row]] = []
     for subject in subjects:
@@ -475,8 +469,8 @@ def main(argv: list[str] | None = None) -> int:
         print(show(row), flush=True)
         # after each, since they take minutes; those of one length belong together
         if row["part"] == "read" or row["way"] in (FUSED, BOTH):
-            common.report(out, "long_context", (__doc__ or "").strip(), settings, rows, summarised(rows, errors), start)
-    if out != "-":
+            run.write(rows, summarised(rows, errors), settings)
+    if run.target != "-":
         write_page(options)
     return 0
 

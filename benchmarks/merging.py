@@ -8,7 +8,6 @@ turns with the model that merges nothing; it is the same for both models. Traini
 same command again.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import zonal
 from benchmarks import common, merging_page
 from zonal.data.images import FASHION_MNIST, Images, fashion_mnist
 from zonal.models import VisionConfig, VisionEncoder
@@ -218,8 +216,7 @@ def show(row: Row) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, test and time, and write JSON and page; 0 when all is finite."""
-    parser = common.parser(__doc__ or "", "merging")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = common.parser(__doc__ or "", "merging", "budget", "page", budget=60.0)
     parser.add_argument(
         "--data",
         default=str(FASHION_MNIST),
@@ -230,15 +227,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--work", default="runs/merging", help="folder of the checkpoints (default: %(default)s)")
     parser.add_argument("--train-only", action="store_true", help="stop after training")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all times (default: %(default)s)")
-    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
-    target = Path(options.out)
     if options.page:
-        merging_page.write(target.with_suffix(".html"), zonal.store.read_json(target))
+        common.write_page(options.out, merging_page.write)
         return 0
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(options)
+    device = run.device
     sizes = QUICK if options.quick else Sizes()
     learnt, tested = fashion_mnist(options.data)
     made = {name: train(name, learnt, sizes, Path(options.work)) for name in TRAINED}
@@ -248,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     first = next(iter(models.values()))
     error = gate(first, tested, sizes)
     rows: list[Row] = []
-    for row in speeds(first, tested, sizes, device, 0.5 if options.quick else options.budget):
+    for row in speeds(first, tested, sizes, device, run.budget):
         rows.append(row)
         print(show(row), flush=True)
     for name, model in models.items():
@@ -267,10 +261,9 @@ def main(argv: list[str] | None = None) -> int:
         "error": error, "parameters": first.num_parameters(), "images": [len(learnt), len(tested)], **summarised(rows),
         "training_seconds": {name: round(progress.seconds) for name, (_, progress) in made.items()},
     }  # fmt: skip
-    out = "-" if options.quick else options.out
-    common.report(out, "merging", __doc__ or "", dataclasses.asdict(sizes), rows, summary, start)
-    if out != "-":
-        merging_page.write(target.with_suffix(".html"), zonal.store.read_json(target))
+    run.write(rows, summary, dataclasses.asdict(sizes))
+    if not run.partial:
+        common.write_page(options.out, merging_page.write)
     return 0 if math.isfinite(error) else 1
 
 

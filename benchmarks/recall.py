@@ -8,13 +8,11 @@ model for each operator, offset and seed. Every curve is a mean over independent
 stands beside, in recall, bytes and time.
 """
 
-import argparse
 import dataclasses
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -333,17 +331,11 @@ def summarised(rows: list[Row]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page; 0 when K returned the value K after the key."""
-    parser = common.parser(__doc__ or "", "recall")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds for a row of times (default: %(default)s)")
-    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
-    options = parser.parse_args(argv)
-    target = Path(options.out)
+    options = common.parser(__doc__ or "", "recall", "budget", "page", budget=4.0).parse_args(argv)
     if options.page:
-        recall_page.write(target.with_suffix(".html"), zonal.store.read_json(target))
+        common.write_page(options.out, recall_page.write)
         return 0
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(options)
     sizes = QUICK if options.quick else Sizes()
     with torch.no_grad():
         error = gate()
@@ -352,15 +344,14 @@ def main(argv: list[str] | None = None) -> int:
     with torch.no_grad():
         for part in parts:
             rows += _watched(part(sizes))
-    rows += _watched(times(sizes, device, 0.2 if options.quick else options.budget))
+    rows += _watched(times(sizes, run.device, run.budget))
     rows += _watched(trained(sizes, torch.get_num_threads()))
     summary = {"error": error, **summarised(rows)}
     shifted = all(summary["offset_returned"][f"SKA K={power}"] == power for power in POWERS)
     print(f"K returns the value K after the key's own: {'holds' if shifted else 'MISSED'}")
-    out = "-" if options.quick else options.out
-    common.report(out, "recall", __doc__ or "", dataclasses.asdict(sizes), rows, summary, start)
-    if out != "-":
-        recall_page.write(target.with_suffix(".html"), zonal.store.read_json(target))
+    run.write(rows, summary, dataclasses.asdict(sizes))
+    if not run.partial:
+        common.write_page(options.out, recall_page.write)
     return 0 if shifted and math.isfinite(error) else 1
 
 

@@ -8,16 +8,9 @@ Horner's rule, whose place the tiles take from T = 512 on. Memory is what a call
 inputs.
 """
 
-import argparse
-import contextlib
-import ctypes
-import gc
-import resource
 import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,35 +39,6 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, operator: zonal.Operator) -> Ten
         phi = phi + weight[:, order].to(x).view(1, -1, 1, 1) * values
     count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device).view(-1, 1)
     return (phi.tril() / count) @ v
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most the process grew while ``work`` ran, in bytes, sampled every 2 ms from the resident size."""
-    page = resource.getpagesize()
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    gc.collect()
-    # freed memory that the allocator keeps would hide what the call takes
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, most, done = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.is_set():
-            most = max(most, resident())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    kept = work()
-    most = max(most, resident())
-    done.set()
-    thread.join()
-    del kept
-    return max(0, most - before)
 
 
 def works(
@@ -123,9 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--longest", type=int, default=LENGTHS[-1], help="leave out longer sequences (default: %(default)s)"
     )
-    options: argparse.Namespace = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(parser.parse_args(argv))
+    options, device = run.options, run.device
     errors = gate(device)
     rows = []
     for length in LENGTHS[:1] if options.quick else [n for n in LENGTHS if n <= options.longest]:
@@ -133,53 +96,37 @@ def main(argv: list[str] | None = None) -> int:
             operator = mechanisms.sko(degrees=DEGREES).to(device)
             q, k, v = (torch.randn(1, HEADS, length, DIM, device=device, requires_grad=gradients) for _ in range(3))
             work = works(operator, q, k, v, gradients)
-            row: dict[str, object] = {"T": length, "gradients": gradients}
+            row: dict[str, Any] = {"T": length, "gradients": gradients}
             row["against_sdpa"] = common.compare(work["tiled"], work["sdpa"], device, pairs=7, budget=16).to_dict()
+            whos = ["tiled", "sdpa"]
             if length <= _RECURRENCE_LIMIT[gradients]:
                 # a pair takes half a minute at the end: there, three are enough
                 pairs, budget = (7, 10.0) if length <= 1024 else (3, 40.0)
-                row["against_recurrence"] = common.compare(
-                    work["tiled"], work["recurrence"], device, pairs=pairs, budget=budget
-                ).to_dict()
-                row["against_dense"] = common.compare(
-                    work["tiled"], work["dense"], device, pairs=pairs, budget=budget
-                ).to_dict()
-                row["recurrence_peak_bytes"], row["dense_peak_bytes"] = (
-                    peak_bytes(work["recurrence"]),
-                    peak_bytes(work["dense"]),
-                )
-            row["tiled_peak_bytes"], row["sdpa_peak_bytes"] = peak_bytes(work["tiled"]), peak_bytes(work["sdpa"])
+                for who in ("recurrence", "dense"):
+                    row[f"against_{who}"] = common.compare(
+                        work["tiled"], work[who], device, pairs=pairs, budget=budget
+                    ).to_dict()
+                    whos.append(who)
+            row |= {f"{who}_peak_bytes": common.peak_bytes(work[who]) for who in whos}
             rows.append(row)
             print(line(row), flush=True)
-    common.report(
-        options.out, "recurrence", __doc__ or "",
-        {"B": 1, "H": HEADS, "d": DIM, "degrees": DEGREES, "dtype": "float32", "causal": True},
-        rows, {"errors": errors}, start,
+    run.write(
+        rows, {"errors": errors},
+        {"B": 1, "H": HEADS, "d": DIM, "degrees": DEGREES, "dtype": "float32", "causal": True}, options.out,
     )  # fmt: skip
     return 0
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: dict[str, Any]) -> str:
     """One row for people."""
-
-    def ratio(key: str) -> str:
-        found = row.get(key)
-        return (
-            "-"
-            if not isinstance(found, dict)
-            else f"{found['ratio']['median']:.3f} [{found['ratio']['low']:.3f}-{found['ratio']['high']:.3f}]"
-        )
-
+    sdpa, other, dense = (common.ratio_text(row.get(f"against_{who}")) for who in ("sdpa", "recurrence", "dense"))
     kind = "forward+backward" if row["gradients"] else "forward"
     peaks = ", ".join(
-        f"{name} {int(str(row[name + '_peak_bytes'])) / 1e6:.0f} MB"
+        f"{name} {row[name + '_peak_bytes'] / 1e6:.0f} MB"
         for name in ("tiled", "sdpa", "recurrence", "dense")
         if name + "_peak_bytes" in row
     )
-    return (
-        f"T={row['T']} {kind}: {ratio('against_sdpa')} of SDPA, {ratio('against_recurrence')} of the "
-        f"recurrence, {ratio('against_dense')} of dense; peak {peaks}"
-    )
+    return f"T={row['T']} {kind}: {sdpa} of SDPA, {other} of the recurrence, {dense} of dense; peak {peaks}"
 
 
 if __name__ == "__main__":

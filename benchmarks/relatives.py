@@ -6,7 +6,6 @@ them: it solves exactly what two of them solve by iteration. Parameters differ (
 stand in each row.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 
@@ -106,9 +105,9 @@ def line(row: dict[str, object]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    options: argparse.Namespace = common.parser(__doc__ or "", "relatives").parse_args(argv)
-    device = common.prepare(options)
-    start, rows = common.circumstances(device), []
+    run = common.Run(common.parser(__doc__ or "", "relatives").parse_args(argv))
+    options, device = run.options, run.device
+    rows: list[dict[str, object]] = []
     width = 64 if options.quick else WIDTH
     peer = Mamba2(width, state=64)
     for name, layer in layers(width).items():
@@ -118,15 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         "mamba2_parameters": sum(p.numel() for p in peer.parameters()),
         "mamba2_memory_bytes": peer.memory_bytes(LENGTH),
     }
-    common.report(
-        options.out,
-        "relatives",
-        __doc__ or "",
-        {"B": BATCH, "T": LENGTH, "state": 64, "head_dim": 64, "dtype": "float32"},
-        rows,
-        summary,
-        start,
-    )
+    settings = {"B": BATCH, "T": LENGTH, "state": 64, "head_dim": 64, "dtype": "float32"}
+    run.write(rows, summary, settings, options.out)
     return 0
 
 

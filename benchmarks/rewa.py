@@ -8,7 +8,6 @@ and a softmax, with torch's autograd. Backward includes the gradient of the weig
 peak beyond its inputs.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
-from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 
 HEADS, PART = 8, 32
@@ -171,7 +169,7 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
         **asdict(case),
         "compared": common.compare(work.subject, work.peer, device, pairs=7, budget=budget).to_dict(),
     }
-    row["peak_bytes"], row["peer_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
+    row["peak_bytes"], row["peer_peak_bytes"] = common.peak_bytes(work.subject), common.peak_bytes(work.peer)
     return row
 
 
@@ -188,16 +186,13 @@ def missed(row: dict[str, Any], case: Case) -> list[str]:
 def line(row: dict[str, Any], case: Case) -> str:
     """A row for people."""
     compared, wrong = row["compared"], missed(row, case)
-    ratio, times = (
-        compared["ratio"],
-        " against ".join(common.milliseconds(compared[who]["median"]) for who in ("subject", "peer")),
-    )
+    times = " against ".join(common.milliseconds(compared[who]["median"]) for who in ("subject", "peer"))
     bounds = [f"time at most {case.bound}" for _ in [0] if case.bound] + [
         f"memory at most {case.memory}" for _ in [0] if case.memory
     ]
     goal = f"; {', '.join(bounds)}: {'MISSED' if wrong else 'holds'}" if bounds else ""
     memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['peer_peak_bytes'] / 1e6:.0f}"
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}]  {case} ({times}, {memory}){goal}"
+    return f"{common.ratio_text(compared)}  {case} ({times}, {memory}){goal}"
 
 
 def before(out: str) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
@@ -224,36 +219,21 @@ def summary(rows: dict[str, dict[str, Any]], errors: dict[str, float]) -> tuple[
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    parser = common.parser(__doc__ or "", "rewa")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only rows whose description contains this text")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the rows that are in the JSON already, and write it after each new one",
-    )
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(common.parser(__doc__ or "", "rewa", "budget", "only", "resume", budget=6.0).parse_args(argv))
+    options, device = run.options, run.device
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [replace(case, tokens=200, bound=None, memory=None) for case in cases if case.tokens == 4096]
-    writes = not options.quick and (options.resume or not options.only)
-    rows, errors = before(options.out) if options.resume and writes else ({}, {})
+    out = options.out if options.resume and not options.quick else run.target
+    rows, errors = before(out) if options.resume else ({}, {})
     cases = [case for case in cases if str(case) not in rows]
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors |= gate(device, cases)
     for case in cases:
-        rows[str(case)] = row = {
-            **measured(case, device, 0.1 if options.quick else options.budget),
-            "load_per_core": common.circumstances(device)["load_per_core"],
-        }
+        load = common.circumstances(device)["load_per_core"]
+        rows[str(case)] = row = {**measured(case, device, run.budget), "load_per_core": load}
         print(line(row, case), flush=True)
-        if writes:
-            common.report(
-                options.out, "rewa", __doc__ or "", {"budget_seconds": options.budget}, *summary(rows, errors), start
-            )
+        run.write(*summary(rows, errors), out=out)  # after each, since it may go on later
     found = summary(rows, errors)[1]
     print(f"{found['bounds'] - len(found['missed'])} of {found['bounds']} bounds hold")
     return 1 if found["missed"] and not options.quick else 0

@@ -12,7 +12,6 @@ with a window that has every key.
 import functools
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,16 +178,15 @@ def main(argv: list[str] | None = None) -> int:
     Returns 0 when softmax and REWA keep 0.95 of the mass at five times the speed of exact tiles on both clustered
     inputs, else 1.
     """
-    parser = common.parser((__doc__ or "").partition("\n")[0], "sparse")
+    parser = common.parser(__doc__ or "", "sparse")
     parser.add_argument("--heads", type=int, default=4, help="heads of each call (default: %(default)s)")
     parser.add_argument(
         "--tokens",
         default="32768,8192",
         help="lengths, by commas; tables are varied at half of the first (default: %(default)s)",
     )
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(parser.parse_args(argv))
+    options, device = run.options, run.device
     error = gated(device)
     lengths, heads, rounds = (
         ([512], 2, 1) if options.quick else ([int(n) for n in options.tokens.split(",")], options.heads, 3)
@@ -226,12 +224,9 @@ def main(argv: list[str] | None = None) -> int:
         "rows_looked_at": ROWS,
     }
     made = {**summary(rows), "gate_error": error}
-    out = "-" if options.quick else options.out
-    common.report(out, "sparse", (__doc__ or "").strip(), settings, rows, made, start)
-    if out != "-":
-        page = Path(out).with_suffix(".html")
-        sparse_page.write(page, {**start, "rows": rows, "summary": made})
-        print(f"wrote {page}")
+    run.write(rows, made, settings)
+    if not run.partial:
+        common.write_page(options.out, sparse_page.write)
     return 0 if made["held"] or options.quick else 1
 
 

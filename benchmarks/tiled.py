@@ -8,10 +8,9 @@ a document), or, where the row says so, KeOps or FlexAttention computing the sam
 its peak beyond its inputs.
 """
 
-import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common, peers
-from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 from zonal.kernels import native as native_kernels
 
@@ -158,7 +156,7 @@ class Work:
         return self.done(self.attend_by_peer, False)
 
 
-def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
+def gate(device: torch.device, cases: Sequence[Case]) -> dict[str, float]:
     """Errors of output and gradients against the float64 definition, for each kind of row at up to 777 tokens."""
     errors: dict[str, float] = {}
     for case in cases:
@@ -176,12 +174,7 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
         errors[name] = common.gate(name, got.detach(), reference.detach(), tolerance)
         with torch.no_grad():
             common.gate(f"{name}, inference", work.attend(), reference.detach(), tolerance)
-        for a, b in zip(
-            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
-            torch.autograd.grad(reference.sum(), exact),
-            strict=True,
-        ):
-            common.gate(f"{name}, a gradient", a, b, tolerance)
+        common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, tolerance)
         if case.peer != "sdpa":
             errors[f"{name}, the peer"] = peer_gate(short, device, tolerance)
     return errors
@@ -205,7 +198,7 @@ def peer_gate(case: Case, device: torch.device, tolerance: float) -> float:
     return error
 
 
-def present(cases: list[Case], device: torch.device) -> list[Case]:
+def present(cases: Sequence[Case], device: torch.device) -> list[Case]:
     """The cases whose peer can run; which cannot is said once for each peer."""
     kept, missing = [], {}
     for case in cases:
@@ -243,7 +236,10 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
             if case.gradients:
                 budget *= 2  # one call of a peer takes up to 4 s
         row[f"against_{case.peer}"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
-        row["peak_bytes"], row[f"{case.peer}_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
+        row["peak_bytes"], row[f"{case.peer}_peak_bytes"] = (
+            common.peak_bytes(work.subject),
+            common.peak_bytes(work.peer),
+        )
     return row
 
 
@@ -252,54 +248,25 @@ def line(row: dict[str, Any], case: Case) -> str:
     if "refused" in row:
         return f"no number  {case}: {row['refused']}"
     found = row[f"against_{case.peer}"]
-    ratio, times = (
-        found["ratio"],
-        " against ".join(common.milliseconds(found[who]["median"]) for who in ("subject", "peer")),
-    )
-    goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held(row, case) else 'MISSED'}"
+    times = " against ".join(common.milliseconds(found[who]["median"]) for who in ("subject", "peer"))
     memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row[f'{case.peer}_peak_bytes'] / 1e6:.0f}"
     name = "SDPA" if case.peer == "sdpa" else case.peer
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {name}  {case} ({times}, {memory}){goal}"
-
-
-def held(row: dict[str, Any], case: Case) -> bool:
-    return case.bound is None or row[f"against_{case.peer}"]["ratio"]["median"] <= case.bound
+    return f"{common.ratio_text(found)} of {name}  {case} ({times}, {memory})"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    parser = common.parser(__doc__ or "", "tiled")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only rows whose description contains this text")
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
-    cases = [case for case in table() if options.only in str(case)]
-    if options.quick:
+    run = common.Run(common.parser(__doc__ or "", "tiled", "budget", "only", budget=6.0).parse_args(argv))
+    cases = [case for case in table() if run.options.only in str(case)]
+    if run.options.quick:
         cases = [case for case in cases if case.tokens == 127]
-    cases = present(cases, device)
-    print("checking outputs and gradients against the float64 definition …", flush=True)
-    errors = gate(device, cases)
-    rows, missed = [], []
-    for case in cases:
-        row = measured(case, device, 0.2 if options.quick else options.budget)
-        rows.append(row)
-        missed += [] if held(row, case) else [str(case)]
-        print(line(row, case), flush=True)
-    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
-    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
-    partial = options.quick or options.only
-    common.report(
-        "-" if partial else options.out,
-        "tiled",
-        __doc__ or "",
-        {"budget_seconds": options.budget},
-        rows,
-        summary,
-        start,
+    return common.bounded(
+        run,
+        present(cases, run.device),
+        lambda cases: gate(run.device, cases),
+        lambda case: measured(case, run.device, run.budget),
+        line,
     )
-    return 1 if missed and not partial else 0
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def transported(tokens: int, backward: bool) -> None:
 
 _PEAK = """
 import functools, sys, torch
-from benchmarks.recurrence import peak_bytes
+from benchmarks.common import peak_bytes
 from benchmarks.transport import transported
 torch.set_num_threads(int(sys.argv[3]))
 tokens, backward = int(sys.argv[1]), sys.argv[2] == "backward"
@@ -166,10 +166,8 @@ def peak(tokens: int, what: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__ or "", "transport")
-    options = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(common.parser(__doc__ or "", "transport").parse_args(argv))
+    options = run.options
     error = gated()
     problems = ((128, 1.0),) if options.quick else PROBLEMS
     settings = {
@@ -199,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
             "gate_error": error,
         }
         # after each, since the longest take a minute
-        common.report(options.out, "transport", (__doc__ or "").strip(), settings, rows, summary, start)
+        run.write(rows, summary, settings, options.out)
     print("\n".join(f"{name}: {size / 2**20:.1f} MB" for name, size in memory.items()), flush=True)
     return 0
 

@@ -6,13 +6,11 @@ is judged by how well it tells stored queries from the others (AUROC), by what i
 most of it are answered, and by whether a stated rate of false acceptance holds as the memory fills.
 """
 
-import argparse
 import dataclasses
 import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 import zonal
 from benchmarks import common, verdicts_page
 from benchmarks.captured import of_layers
-from zonal import mechanisms, store, tasks
+from zonal import mechanisms, tasks
 from zonal.evaluation import auroc, risk_curve
 from zonal.memory import Criterion, Memory
 from zonal.models import ModelConfig, build
@@ -343,15 +341,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page; 0 when support tells stored from never stored as wanted and no
     acceptance was taken back.
     """
-    parser = common.parser(__doc__ or "", "verdicts")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
-    options = parser.parse_args(argv)
-    target = Path(options.out)
+    options = common.parser(__doc__ or "", "verdicts", "page").parse_args(argv)
     if options.page:
-        verdicts_page.write(target.with_suffix(".html"), store.read_json(target))
+        common.write_page(options.out, verdicts_page.write)
         return 0
-    start = common.circumstances(common.prepare(options))
+    run = common.Run(options)
     sizes = QUICK if options.quick else Sizes()
     rows: list[Row] = []
     with torch.no_grad():
@@ -368,10 +362,9 @@ def main(argv: list[str] | None = None) -> int:
         f"AUROC of support >= {WANTED} at up to r / 2 pairs: {'holds' if told else 'MISSED'}; acceptance under "
         f"one criterion is never taken back: {'holds' if kept else 'MISSED'}"
     )
-    out = "-" if options.quick else options.out
-    common.report(out, "verdicts", __doc__ or "", dataclasses.asdict(sizes), rows, summary, start)
-    if out != "-":
-        verdicts_page.write(target.with_suffix(".html"), store.read_json(target))
+    run.write(rows, summary, dataclasses.asdict(sizes))
+    if not run.partial:
+        common.write_page(options.out, verdicts_page.write)
     return 0 if told and kept else 1
 
 

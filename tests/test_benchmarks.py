@@ -87,7 +87,7 @@ def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
     if arguments[1] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ArgumentError, match="bench: --"):
-        common.prepare(common.parser("", "x").parse_args(arguments))
+        common.Run(common.parser("", "x").parse_args(arguments))
 
 
 def test_the_calls_of_the_planner_s_benchmark() -> None:
@@ -359,7 +359,7 @@ def test_rows_of_linear_peers(
     assert set(rows[0]["zonal_against_peer"]) == {"yat", "squared_affine"}
     assert max(rows[0]["errors"].values()) <= 2e-5
     assert rows[0]["against_sdpa"]["runs"] >= 1
-    monkeypatch.setattr(linear_peers.room, "free", lambda device: 1 << 20)
+    monkeypatch.setattr(linear_peers.device_memory, "free", lambda device: 1 << 20)
     assert linear_peers.main([*words[:3], "64", "128", *words[4:], "--resume"]) == 0
     again = json.loads(out.read_text())["rows"]
     assert again[:2] == rows

@@ -247,7 +247,7 @@ def test_fidelity_of_files(tmp_path: Path) -> None:
         (["--eps", "0"], "--eps takes numbers > 0"),
         (["--inputs", "flat"], "--inputs takes iid"),
         (["--seeds", "0"], "--seeds must be >= 1"),
-        (["--device", "cpu:0"], "leave --device out"),
+        (["--device", "meta"], "Leave --device out"),
         (["--eps", "-1"], "--eps takes numbers > 0"),
         (["--eps", "inf"], "--eps takes numbers > 0"),
         (["--layers", "0"], "--layers takes numbers > 0"),
