@@ -81,7 +81,7 @@ def test_merging_reaches_every_parameter(operator):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: encoder(merge=MergeSchedule((0.5,))), "one rate a layer is required, 2 of them, received 1"),
+        (lambda: encoder(merge=MergeSchedule((0.5,))), "one rate per layer is required, 2 of them, received 1"),
         (lambda: encoder()(tokens(), merge=MergeSchedule((0.5,) * 3)), "2 of them, received 3"),
         (
             lambda: encoder("ridge*2", merge=MergeSchedule((0.0, 0.5)))(tokens()),
@@ -92,14 +92,14 @@ def test_merging_reaches_every_parameter(operator):
         (lambda: VisionConfig(image=28, patch=5), "patch must divide image=28, received 5"),
         (lambda: VisionConfig(classes=0), "VisionConfig: classes must be a whole number"),
         (lambda: VisionConfig.from_dict({"pach": 4}), "unknown: pach"),
-        (lambda: VisionEncoder(VisionConfig(merge=(0.5,))), "one rate a layer is required, 4 of them"),
+        (lambda: VisionEncoder(VisionConfig(merge=(0.5,))), "one rate per layer is required, 4 of them"),
         (
             lambda: VisionEncoder(VisionConfig())(torch.zeros(2, 28, 28)),
             r"must be floating numbers \(batch, 1, 28, 28\)",
         ),
         (
             lambda: VisionEncoder(VisionConfig()).loss(torch.zeros(2, 1, 28, 28), torch.zeros(2)),
-            "one int64 label an image",
+            "one int64 label per image",
         ),
     ],
 )

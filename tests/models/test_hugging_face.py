@@ -150,8 +150,8 @@ REFUSED = {
     "rewa_topological": "4 deaths of its neighbourhood behind each query and key",
     "ska(fading=True)": "a decay that each token sets", "ridge(fading=True)": "a decay that each token sets",
     "rewa(parts=(1, 1, 1), adaptive=True)": "logits of its own weights",
-    "rewa_operator": "other queries and keys than those of 6 numbers a head",
-    "rewa(parts=(2, 2, 4))": "queries and keys of 8 numbers a head, and these have 6",
+    "rewa_operator": "other queries and keys than those of 6 numbers per head",
+    "rewa(parts=(2, 2, 4))": "queries and keys of 8 numbers per head, and these layers have 6",
 }  # fmt: skip
 LIST = sorted({*m.names(), *REFUSED, "ska(power=1)"})
 

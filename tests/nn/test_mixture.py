@@ -134,10 +134,10 @@ def test_every_verb_is_for_all_parts(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     layer, plain = make(), Attention(12, 2, "softmax").double()
     with pytest.raises(
-        ArgumentError, match="two layers or more that are no mixtures are required, received Mixture, Attention"
+        ArgumentError, match="two or more layers, none of them a mixture, are required, received Mixture, Attention"
     ):
         Mixture([layer, plain])
-    with pytest.raises(ArgumentError, match="two layers or more"):
+    with pytest.raises(ArgumentError, match="two or more layers"):
         Mixture([plain])
     with pytest.raises(ArgumentError, match="parts of one dim, all causal or none"):
         Mixture([plain, Attention(16, 2, "softmax")])
@@ -194,8 +194,8 @@ def test_models_of_mixtures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mixture(parts=('rewa',))", "two specs or more that are no mixtures"),
-        ("mixture(parts=('rewa', \"mixture(parts=('rewa', 'linear'))\"))", "that are no mixtures"),
+        ("mixture(parts=('rewa',))", "two or more specs, none of them a mixture"),
+        ("mixture(parts=('rewa', \"mixture(parts=('rewa', 'linear'))\"))", "none of them a mixture"),
         ("mixture(parts=('rewa', 'softmx'))", "Did you mean 'softmax'"),
         ("mixture(parts=('rewa', 'softmax'), hiden=3)", "Did you mean 'hidden'"),
         ("mixture(parts=('rewa', 'softmax'), hidden=0)", "hidden >= 1"),

@@ -278,7 +278,7 @@ class CausalLM(nn.Module):
         *,
         last_only: bool,
     ) -> tuple[Tensor, tuple[Past, ...]]:
-        """Logits after what each layer goes on from, and the same after the tokens."""
+        """Logits after the past of each layer, and the new pasts."""
         hidden, after = self._read(tokens, before, key_padding_mask, path)
         return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
 
@@ -511,7 +511,7 @@ class CausalLM(nn.Module):
     def _read(
         self, tokens: Tensor, layers: Sequence[Past], mask: Tensor | None, path: str
     ) -> tuple[Tensor, tuple[Past, ...]]:
-        """What the norm is given after reading on from what each layer goes on from, and the same after it."""
+        """The input of the last norm after the past of each layer, and the new pasts."""
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens)
         after = []
@@ -569,7 +569,7 @@ class CausalLM(nn.Module):
             )
 
     def _origin(self) -> str:
-        """The fingerprint of the weights, made again when one has changed; "" for weights without numbers."""
+        """The fingerprint of the weights, computed again if one has changed; "" for weights on the meta device."""
         if self.embedding.weight.is_meta:
             return ""
         state = tuple(

@@ -13,7 +13,7 @@ from zonal.nn import Residual
 from zonal.typed import check_fields
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
-# fields that came when runs had been saved without them: such a run is the one of their defaults, and goes on
+# fields that older saved runs do not have: such a run has their defaults, and can be resumed
 _LATER = ("residual", "experts", "experts_per_token", "silent_tokens")
 
 

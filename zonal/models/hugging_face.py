@@ -226,7 +226,7 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
     except ArgumentError as error:
         raise ArgumentError(
             f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers "
-            f"a head: {error}"
+            f"per head: {error}"
         ) from error
     if own.score != made.score:  # it was sized here: what it draws is this layer's own
         own.start(1.0, layer.layer_idx)
@@ -242,7 +242,7 @@ def _need(operator: Operator, head_dim: int) -> str | None:
     if operator.anchor.couples:
         return f"a bidirectional layer, and this one is causal, which {LEAK}"
     if operator.qk_dim not in (None, head_dim):
-        return f"queries and keys of {operator.qk_dim} numbers a head, and these have {head_dim}"
+        return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
     if score.one_map:
         return "one map that makes both queries and keys, and the layer has one for each"
     if score.transports:
@@ -360,7 +360,7 @@ def padding(
         raise ArgumentError(
             "hugging_face.convert: a converted model takes causal masks, windows and padding, and a cache that "
             "grows; received a mask of another kind "
-            "(packed position_ids, an overlay, a bidirectional one) or a static cache. Run sequences one a row, "
+            "(packed position_ids, an overlay, a bidirectional one) or a static cache. Use one sequence per row, "
             "with the default cache."
         )
     if attention_mask is None:

@@ -154,7 +154,7 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
     )
     if not fits or not isinstance(hidden, int) or hidden < 1:
         raise ArgumentError(
-            "mixture: parts must be two specs or more that are no mixtures, such as parts=('rewa', 'softmax'), "
+            "mixture: parts must be two or more specs, none of them a mixture, such as parts=('rewa', 'softmax'), "
             f"and hidden >= 1, received {parts!r} and {hidden!r}."
         )
     return tuple(parts), hidden
@@ -184,7 +184,7 @@ def _gated(operator: str) -> str:
     (inner,) = operators_in(operator)
     if not mechanisms.resolve(inner).anchor.solves:
         raise ArgumentError(
-            f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or "
+            f"gated: a key gate is for ridge and Koopman read-outs, and {inner!r} is not one. Use ska, ridge or "
             "kernel_ridge, or leave the gate out."
         )
     return operator

@@ -185,11 +185,11 @@ class Attention(TokenMixer):
         if key_gate and not self.operator.anchor.solves:
             raise ArgumentError(
                 f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} "
-                "is none. Use m.ska() or m.ridge(), or leave it out."
+                "is not one. Use m.ska() or m.ridge(), or leave key_gate out."
             )
 
     def _decay_gate(self) -> DecayGate | None:
-        """The gate of an operator whose decay a layer is to make."""
+        """The gate for an operator whose decay the layer computes, or None."""
         declared = next((p for p in self.operator.prior if isinstance(p, Decay) and p.gated), None)
         if declared is None:
             return None
@@ -343,7 +343,7 @@ class Attention(TokenMixer):
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Refuse masses where a token cannot stand for several."""
+        """Raise ArgumentError for masses that this layer cannot use."""
 
         def refuse(reason: str) -> ArgumentError:
             return ArgumentError(f"nn.Attention: {reason}")
@@ -407,7 +407,7 @@ class Attention(TokenMixer):
         return q, k, v, inner, tail
 
     def _masses(self, inner: Tensor, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What queries give and keys receive in a plan, None = alike for all. tokens (B, T): how many each stands for,
+        """The masses of queries and keys in a plan, None if all are equal. tokens (B, T): how many each stands for,
         or whether it is one; 0 gives and receives nothing.
         """
         found = []

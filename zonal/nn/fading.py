@@ -1,9 +1,9 @@
 """Sums of outer products that fade, in blocks of plain torch: S_t = e^{g_t} S_{t-1} + k_t v_t^T for all tokens at once.
 
-Within a block every pair of tokens is weighed by what is left between them, before the block its first state is read;
-so a state is kept a block, never a token. Decays stay logarithms (float64) until two of them are subtracted: no weight
-is divided by a decay, and a log decay of ``RESET`` forgets all that came before, which is how packed documents start
-afresh.
+Within a block every pair of tokens is weighted by the decay between them; earlier tokens enter through the state before
+the block. One state is therefore kept per block and not per token. Decays stay logarithms (float64) until two of them
+are subtracted, so no weight is divided by a decay. A log decay of ``RESET`` forgets the past, which separates packed
+documents.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RESET = -1000.0
-"""A log decay that leaves exactly nothing, in every type."""
+"""A log decay whose exponential is exactly 0 in every dtype."""
 
 
 def cut(x: Tensor, size: int) -> Tensor:

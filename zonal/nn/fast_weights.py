@@ -51,7 +51,7 @@ class FastWeights(TokenMixer):
     gated: ClassVar[bool] = True
     convolves_values: ClassVar[bool] = True
     gates: ClassVar[int] = 2
-    """Numbers a token and head that the gates are made of."""
+    """Inputs of the gates, per token and head."""
 
     def __init__(self, dim: int, state: int, head_dim: int, expand: int, conv: int, norm_eps: float) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class FastWeights(TokenMixer):
             gates = raw.to(dtype).unflatten(2, (self.gates, -1)).permute(2, 0, 3, 1).unbind(0)
             log_decay, write = self._gates(gates)
             log_decay = log_decay.double()
-            if key_padding_mask is not None:  # a padded token neither fades what came before nor is written
+            if key_padding_mask is not None:  # a padded token neither fades the past nor is written
                 log_decay, write = log_decay * key_padding_mask[:, None], write * key_padding_mask[:, None]
             if cu_seqlens is not None:  # nothing is left at the first token of a document
                 log_decay = log_decay.index_fill(2, cu_seqlens[:-1].to(x.device, torch.int64), RESET)
@@ -205,7 +205,7 @@ class FastWeights(TokenMixer):
 
     @torch.no_grad()
     def _started(self) -> dict[str, Any]:
-        """rates: what a head keeps over one token whose gates read 0."""
+        """rates: the factor by which each head fades its matrix over one token, with gate inputs of 0."""
         zero = self.norm.weight.new_zeros(self.gates, 1, self.sizes.heads, 1)
         return {"rates": self._gates(zero.unbind(0))[0].exp().flatten().tolist()}
 

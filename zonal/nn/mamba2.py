@@ -155,7 +155,7 @@ class Mamba2(TokenMixer):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z, [x, B, C] and Δ.
 
-        Three products: each result and its gradient lies by itself, and no pass puts gradients together.
+        Three separate products, so that no pass has to join their gradients.
         """
         sizes = self.sizes
         parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]

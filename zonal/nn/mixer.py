@@ -33,9 +33,9 @@ class TokenMixer(nn.Module, abc.ABC):
     convolution: ShortConvolution | None
     causal: bool = True
     carries: tuple[str, ...] = ()
-    """Names of what its memories carry beside keys and values."""
+    """Names of the tensors that its memories carry in addition to keys and values."""
     parts_beside: int = 0
-    """How many further memories stand beside the first, of a layer of several parts."""
+    """The number of memories after the first, in a layer of several parts."""
 
     def __init_subclass__(cls) -> None:
         known_names(cls)
@@ -130,9 +130,9 @@ class TokenMixer(nn.Module, abc.ABC):
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Past | None:
-        """The memory to go on from: the given one, an empty one where one is to be returned, or None.
+        """The past to continue from: the given memory, an empty one if a memory is to be returned, or None.
 
-        Refuses what does not fit.
+        Raises ArgumentError for inputs that do not fit.
         """
         call = f"nn.{type(self).__name__}"
         if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:

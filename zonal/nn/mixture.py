@@ -38,7 +38,7 @@ class Mixture(TokenMixer):
         found = [*parts]
         if len(found) < 2 or not all(isinstance(part, TokenMixer) and not isinstance(part, Mixture) for part in found):
             raise ArgumentError(
-                "nn.Mixture: two layers or more that are no mixtures are required, received "
+                "nn.Mixture: two or more layers, none of them a mixture, are required, received "
                 f"{', '.join(type(part).__name__ for part in found) or 'none'}."
             )
         if len({(part.dim, part.causal) for part in found}) > 1:

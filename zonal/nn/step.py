@@ -21,7 +21,7 @@ _FOR_SUBTRACT = ("seam", "border")
 
 
 class _Kind(NamedTuple):
-    """What a memory is besides its tensors."""
+    """The properties of a memory that are not tensors."""
 
     memory: type[Memory]
     operator: Operator
@@ -73,7 +73,7 @@ class DecodeStep(nn.Module):
 
     def memory(self, state: State) -> LayerMemory:
         """The memory of a state. Its count leaves out padding that all sequences have."""
-        return _placed_anew(_memory(state, self._kind, None))
+        return _repositioned(_memory(state, self._kind, None))
 
     def dynamic_shapes(self, state: State) -> tuple[None, dict[str, Any]]:
         """The ``dynamic_shapes`` argument of ``torch.export.export`` for (x, state): two kept tokens or more."""
@@ -157,9 +157,9 @@ def _memory(state: State, kind: _Kind, count: int | None) -> LayerMemory:
     return LayerMemory(memory, state.get("tail"), 0, -position, _under(state, "carried."), others)
 
 
-def _placed_anew(layer: LayerMemory) -> LayerMemory:
+def _repositioned(layer: LayerMemory) -> LayerMemory:
     found = placed(layer, layer.reached())
-    return dataclasses.replace(found, others=tuple(_placed_anew(other) for other in found.others))
+    return dataclasses.replace(found, others=tuple(_repositioned(other) for other in found.others))
 
 
 def _growing(state: State, kind: _Kind, tokens: Any) -> dict[str, Any]:
