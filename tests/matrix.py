@@ -13,6 +13,8 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.declaration import declared
+from zonal.execution.call import Call, prepare, weighted
+from zonal.execution.mask import Masses
 
 CAUSAL_NAMES = tuple(name for name in m.names() if not m.resolve(name).tags.couples)
 """Mechanisms that have a causal order; the others are for encoders."""
@@ -312,8 +314,15 @@ class Inputs:
 
     @property
     def arguments(self) -> dict:
-        """All but q, k and v, as ``attention`` and ``prepare`` take them."""
+        """All but q, k and v, as ``attention`` takes them."""
         return {name: x for name, x in vars(self).items() if name not in ("q", "k", "v")}
+
+    def call(self, operator: Operator) -> Call:
+        """The prepared call."""
+        own = ("action_mask", "key_gate", "query_mass", "key_mass")
+        named = {name: x for name, x in self.arguments.items() if name not in own}
+        call = prepare(operator, self.q, self.k, self.v, **named, masses=Masses(self.query_mass, self.key_mass))
+        return weighted(call, self.action_mask, self.key_gate)
 
     def run(self, operator: Operator, path: str) -> Tensor:
         with warnings.catch_warnings():  # some masks hide all of a sequence

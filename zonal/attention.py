@@ -1,8 +1,9 @@
 """``attention``, the entry point of the library: it prepares a call, plans it and runs it."""
 
 import contextlib
+import warnings
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.advice import advise
-from zonal.execution.call import Call, Held, lowered, prepare
+from zonal.execution.call import Call, Held, lowered, prepare, weighted
+from zonal.execution.mask import Masses
 from zonal.execution.paths.chunked import check_memory, empty_memory
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
@@ -23,54 +24,6 @@ from zonal.memory.alike import check_draws, same_declaration
 from zonal.names import known_names
 
 _PATHS = ("auto", *PATHS)
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operator: Operator | str,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    memory: None = None,
-    return_memory: Literal[False] = False,
-    path: str = "auto",
-    log_decay: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    action_mask: Tensor | None = None,
-    key_gate: Tensor | None = None,
-    query_mass: Tensor | None = None,
-    key_mass: Tensor | None = None,
-    start: Potentials | None = None,
-) -> Tensor: ...
-
-
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operator: Operator | str,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    memory: Memory | None = None,
-    return_memory: bool = False,
-    path: str = "auto",
-    log_decay: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    action_mask: Tensor | None = None,
-    key_gate: Tensor | None = None,
-    query_mass: Tensor | None = None,
-    key_mass: Tensor | None = None,
-    start: Potentials | None = None,
-) -> Tensor | tuple[Tensor, Memory]: ...
 
 
 @known_names
@@ -94,7 +47,7 @@ def attention(
     query_mass: Tensor | None = None,
     key_mass: Tensor | None = None,
     start: Potentials | None = None,
-) -> Tensor | tuple[Tensor, Memory]:
+) -> Any:
     """y_t = sum_s W_ts v_s with W = A(B l(S)) for a declared operator, by the cheapest path.
 
     S is the score, l the link, B the prior and A the anchor. The result is exact, unless the operator declares a
@@ -138,24 +91,11 @@ def attention(
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
-            operator,
-            q,
-            k,
-            v,
-            causal=causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            scale=scale,
-            log_decay=log_decay,
-            key_bias=key_bias,
-            action_mask=action_mask,
-            key_gate=key_gate,
-            query_mass=query_mass,
-            key_mass=key_mass,
-            start=start,
-            past=memory.count if isinstance(memory, Memory) else 0,
-        )
-        advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
+            operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,
+            log_decay=log_decay, key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
+        )  # fmt: skip
+        call = weighted(call, action_mask, key_gate, memory.count if isinstance(memory, Memory) else 0)
+        _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
         if memory is None and not return_memory:
             # with nothing to sum, the definition is the answer, which planner, kernels and memories need not know
             return dense(call) if call.empty else run(choose(call, path), call)[0]
@@ -197,3 +137,45 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
     y, after = run(choose(call, path), call)
     assert after is not None
     return y, given.recorded(after, call.new_tokens) if given.parts else after
+
+
+# no published model has more in one layer
+_MOST_HEADS = 128
+_CALLER = 4  # frames above: _advise, attention, the check of names
+
+
+def _advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start: bool) -> None:
+    """Warn when a mask hides every key of a sequence, and when the head and token axes look swapped.
+
+    from_start: no memory precedes the call, and no masses of queries are given. Nothing is checked inside a graph or on
+    a GPU, where the check would have to wait for the device. After a memory, a sequence may have no new keys while
+    others of its batch continue, so nothing is said then. Axes look swapped when there are more than 128 heads, two
+    tokens or more, and at least four heads per token.
+    """
+    if not from_start or torch.compiler.is_compiling() or transforms.active() or q.ndim != 4 or k.ndim != 4:
+        return
+    heads, tokens = q.shape[1], q.shape[2]
+    if heads > _MOST_HEADS and heads >= 4 * tokens > 4 and k.shape[1] > _MOST_HEADS:
+        warnings.warn(
+            f"attention: q has {heads} heads of {tokens} tokens each, as its axes are (batch, heads, tokens, dim). "
+            "For tensors of (batch, tokens, heads, dim) "
+            "pass q.transpose(1, 2), and k and v likewise.",
+            stacklevel=_CALLER,
+        )
+    mask = key_padding_mask
+    if (
+        mask is not None
+        and mask.device.type == "cpu"
+        and mask.dtype == torch.bool
+        and mask.ndim == 2
+        and tokens
+        and mask.numel()
+    ):
+        hidden = int((~mask.any(1)).sum())
+        if hidden:
+            warnings.warn(
+                f"attention: key_padding_mask hides every key of {hidden} of {len(mask)} sequences, "
+                "whose output is zero. True marks real tokens here; torch's "
+                "key_padding_mask marks padding with True: pass its opposite, ~key_padding_mask.",
+                stacklevel=_CALLER,
+            )

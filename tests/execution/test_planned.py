@@ -125,6 +125,8 @@ def test_it_says_what_explain_says() -> None:
     assert plan.path in repr(plan)
 
 
+# torch's tracer warns of itself where it meets an autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("spec", ["softmax", "sko", "ska(power=1)", "retention"])
 def test_a_plan_is_one_graph(spec: str) -> None:
     plan, tensors = made(spec, gradients=True)

@@ -7,7 +7,6 @@ from matrix import CASES, OPERATORS, PAIRED, Case, fitted, inputs
 
 from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.execution.call import prepare
 from zonal.execution.paths import tile
 
 LARGE = {
@@ -40,7 +39,7 @@ KINDS: dict[str, object] = {
 def refusal(operator: Operator, case: Case) -> str | None:
     """Why the kernel does not run this pair in float32, or None."""
     data = inputs(case).to(torch.float32)
-    return tile.refusal(prepare(operator, data.q, data.k, data.v, **data.arguments))
+    return tile.refusal(data.call(operator))
 
 
 # what the kernel must run: with a bias of keys or without, for heads of any size that it takes, or of some

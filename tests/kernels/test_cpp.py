@@ -106,7 +106,7 @@ def test_bfloat16_without_gradients(selection: str) -> None:
         got = data.run(operator, "tiled")
         truth = exact.run(double, "dense")
         # what rounding every weight may change, eps sum_s |W_ts| |v_s|, and the result's own rounding
-        call = prepare(double, exact.q, exact.k, exact.v, **exact.arguments)
+        call = exact.call(double)
         size = weights(call).abs() @ call.expand(call.v).abs()
     assert got.dtype == torch.bfloat16
     assert torch.isfinite(got).all()

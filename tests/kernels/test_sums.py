@@ -47,7 +47,7 @@ HEAVY = {"sko-3", "degree-6", "sko", "polynomial_square"}
 
 
 def call_of(operator: Operator, data: Inputs) -> Call:
-    return prepare(operator, data.q, data.k, data.v, **data.arguments)
+    return data.call(operator)
 
 
 # what the kernel must run, on every input that fits but for heads with too many features

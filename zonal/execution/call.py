@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator, Tags
-from zonal.algebra.anchor import Marginals, Potentials
+from zonal.algebra.anchor import Marginals
 from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
-from zonal.execution.mask import marginals_of
+from zonal.execution.mask import NO_MASSES, Masses, marginals_of
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.incoming import undeclared
@@ -300,16 +300,11 @@ def prepare(
     scale: float | None = None,
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
-    action_mask: Tensor | None = None,
-    key_gate: Tensor | None = None,
-    query_mass: Tensor | None = None,
-    key_mass: Tensor | None = None,
-    start: Potentials | None = None,
-    past: int = 0,
+    masses: Masses = NO_MASSES,
 ) -> Call:
     """Check the arguments against the operator, and prepare queries, keys, masks and biases.
 
-    past: the number of tokens that the call continues from.
+    They are those of ``zonal.attention``; action_mask and key_gate follow by ``weighted``.
     """
     shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
@@ -321,9 +316,6 @@ def prepare(
     operator = operator_of("attention", operator)
     operator = operator.for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
-    check_weights(
-        "attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past
-    )
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
@@ -370,7 +362,7 @@ def prepare(
         raise ArgumentError(
             f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True."
         )
-    call = Call(
+    return Call(
         operator=operator,
         bound=bound,
         tags=tags,
@@ -392,13 +384,21 @@ def prepare(
             (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
             q.device,
             compute,
-            query_mass,
-            key_mass,
-            start,
+            masses,
         ),
     )
+
+
+def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, past: int = 0) -> Call:
+    """The call with weights on its keys: which tokens are stored at all, and how strongly.
+
+    past: the number of tokens that the call continues from.
+    """
     if action_mask is None and key_gate is None:
         return call
+    batch, _, _, keys, _, _ = call.shape
+    shape = batch, call.bound.kv_heads, keys
+    check_weights("attention", call.operator, shape, action_mask, key_gate, call.visibility.key_mask, past)
     return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 

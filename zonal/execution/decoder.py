@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, lowered, prepare, spread
+from zonal.execution.call import Call, lowered, prepare, spread, weighted
 from zonal.execution.paths.chunked import check_memory
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
@@ -44,8 +44,11 @@ class StepDecoder(Decoder):
                 return y
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)
-            call = prepare(self.operator, q, k, v, causal=True, **given._asdict(), scale=scale, past=self.count)
-            return self._planned(call)
+            call = prepare(
+                self.operator, q, k, v, causal=True, key_padding_mask=given.key_padding_mask, scale=scale,
+                log_decay=given.log_decay, key_bias=given.key_bias,
+            )  # fmt: skip
+            return self._planned(weighted(call, given.action_mask, given.key_gate, self.count))
 
     def memory(self) -> Memory:
         return self._held if self._steps is None else replace(self._steps.memory(), parts=self._held.parts)

@@ -1,5 +1,7 @@
 """What queries give and keys receive in a plan: as it is given, or alike for all tokens that take part."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,20 @@ from zonal.algebra.prior import Visibility
 from zonal.errors import ArgumentError
 
 
+class Masses(NamedTuple):
+    """What a call says of a plan's masses: query_mass (B, H, T), key_mass (B, Hkv, S), and potentials to start from."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    start: Potentials | None = None
+
+
+NO_MASSES = Masses()
+
+
 def marginals_of(
     operator: Operator, seen: Visibility, shape: tuple[int, int, int, int, int], device: torch.device,
-    dtype: torch.dtype, query_mass: Tensor | None, key_mass: Tensor | None, start: Potentials | None,
+    dtype: torch.dtype, masses: Masses,
 ) -> Marginals | None:  # fmt: skip
     """Log masses for (B, H, Hkv, T, S); those of each document sum to one. None when queries do not affect one another.
 
@@ -21,6 +34,7 @@ def marginals_of(
     Raises: ArgumentError for masses that an operator has no use for, that do not fit, or that no plan can have.
     """
     batch, heads, kv_heads, queries, keys = shape
+    query_mass, key_mass, start = masses
     given = {"query_mass": (query_mass, (batch, heads, queries)), "key_mass": (key_mass, (batch, kv_heads, keys))}
     for name, (mass, fits) in given.items():
         if mass is None:
@@ -110,4 +124,4 @@ def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
     return seen.count(device) > 0, reached if seen.key_mask is None else reached & seen.key_mask[:, None]
 
 
-__all__ = ["marginals_of"]
+__all__ = ["NO_MASSES", "Masses", "marginals_of"]

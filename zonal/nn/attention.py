@@ -12,7 +12,8 @@ from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.call import Call, prepare
+from zonal.execution.call import Call, prepare, weighted
+from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
@@ -493,11 +494,12 @@ class Attention(TokenMixer):
         q, k, _, inner, _ = self._projected(x, None, None, None)
         units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
         query_mass, key_mass = self._masses(inner, None)
-        return prepare(
+        call = prepare(
             self.operator, q.double(), k.double(), units, causal=self.causal,
             log_decay=None if self.decay_gate is None else self.decay_gate(inner),
-            key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
+            masses=Masses(query_mass, key_mass),
         )  # fmt: skip
+        return weighted(call, None, None if self.key_gate is None else self.key_gate(inner))
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""

@@ -3,10 +3,12 @@
 It decides which calls the kernel takes, and how a call is passed to it.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
@@ -28,12 +30,9 @@ def refusal(call: Call, remembers: bool = False) -> Reason:
 
 def other_ridge(call: Call) -> Reason:
     """The refusal of an anchor that is neither Ridge nor Koopman with a ridge of its own."""
-    anchor = call.bound.anchor
-    if type(anchor) not in (Ridge, Koopman):
-        return f"anchor {type(anchor).__name__} is not in it"
-    if isinstance(anchor, Ridge) and anchor.by_query:
-        return "a ridge that follows the keys, or a step divided by its norm, is not in it"
-    return None
+    if call.tags.reduction != "ridge":
+        return f"anchor {type(call.bound.anchor).__name__} is not in it"
+    return "a ridge that follows the keys, or a step divided by its norm, is not in it" if call.tags.by_query else None
 
 
 def _unfit(call: Call, remembers: bool) -> Reason:
@@ -55,7 +54,7 @@ def cuda_refusal(call: Call) -> Reason:
     wide = width_of(call.bound, call.head_dim), call.shape[5]
     if max(wide) > RIDGE_LARGEST:
         return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
-    powers = call.bound.anchor.powers(call.bound.heads) if isinstance(call.bound.anchor, Ridge) else ()
+    powers = cast(Ridge, call.bound.anchor).powers(call.bound.heads)
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
@@ -65,8 +64,7 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On
         CUDA, where that check would wait for the device, the rows concerned are NaN instead.
     """
-    seen, anchor = call.visibility, call.bound.anchor
-    assert isinstance(anchor, Ridge)
+    seen, anchor = call.visibility, cast(Ridge, call.bound.anchor)
     clipped = clipped_of(call)
     if clipped is None or call.raw is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
@@ -126,10 +124,9 @@ def runner(call: Call) -> Runner | None:
 
     None when a call needs more than the kernel.
     """
-    clipped, anchor = clipped_of(call), call.bound.anchor
+    clipped, anchor = clipped_of(call), cast(Ridge, call.bound.anchor)
     if clipped is None or call.raw is None:
         return None
-    assert isinstance(anchor, Ridge)
     scale, rho, spec = _numbers(call, anchor, clipped)
     seen = places_of(call.visibility, call.raw.k.shape[2])
 

@@ -127,8 +127,7 @@ def _fused(call: Call, found: Candidates) -> Tensor:
 
     Raises: BuildError when the kernel does not compile.
     """
-    anchor = call.bound.anchor
-    assert isinstance(anchor, TopK)
+    anchor = cast(TopK, call.bound.anchor)
     q, k, factors = points(call.bound.score, call.q, call.k)
     return kernel(SparseInputs(q, k, call.v, *found), SparseSpec(factors, anchor.k))[0]
 

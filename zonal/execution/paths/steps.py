@@ -4,18 +4,18 @@ Sums over features are passed over once a step; a step of ridge statistics takes
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped, Fused
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
-from zonal.execution.paths.ridge import clipped_of, multiplied, query_scale
+from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
 from zonal.features import feature_map
 from zonal.kernels import transforms
 from zonal.kernels.decode import DTYPES, DecodeSpec
@@ -36,31 +36,35 @@ _FEW = 64
 
 
 def sums_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
-    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _sums_unfit(call, kind))
+    """Why torch's verbs of a memory of this kind run in the place of the kernel of sums, or None."""
+    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "features"))
 
 
-def _sums_unfit(call: Call, kind: str) -> Reason:
+def ridge_refusal(call: Call, kind: str) -> Reason:
+    """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
+    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge"))
+
+
+def _unfit(call: Call, kind: str, wanted: str) -> Reason:
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    queries, keys = call.shape[2:4]
-    if kind != "features":
+    if kind != wanted:
         return f"a memory of kind {kind!r} is not in it"
+    other = tile.other_anchor(call) if wanted == "features" else other_ridge(call)
+    if other:
+        return other
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    if tile.other_anchor(call):
-        return tile.other_anchor(call)
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
         return "log priors (decay, key biases), key masks and packed documents are not in it"
+    queries, keys = call.shape[2:4]
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
         return (
             f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
         )
-    if tile.empty_rows(call):
-        return tile.empty_rows(call)
-    if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
+    if call.recorded:
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return None
+    return tile.empty_rows(call)
 
 
 class Numbers:
@@ -164,7 +168,7 @@ class SumsSteps(Compiled):
         batch, kv_heads, _, value_dim = self.sizes
         spec = DecodeSpec(
             (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
-            tile.kind_of(bound.anchor), bound.link.positive, call.include_self,
+            tile.kind_of(call), bound.link.positive, call.include_self,
             plain.normalise, plain.eps,
         )  # fmt: skip
         with torch.no_grad():
@@ -206,39 +210,6 @@ class SumsSteps(Compiled):
         """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
         self._own = False
         return replace(self._before, count=self._count, state=self._state)
-
-
-def ridge_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
-    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _ridge_unfit(call, kind))
-
-
-def _ridge_unfit(call: Call, kind: str) -> Reason:
-    if torch.compiler.is_compiling() or transforms.active():
-        return "a call that is traced or transformed needs operations of torch"
-    bound, (queries, keys) = call.bound, call.shape[2:4]
-    anchor = bound.anchor
-    if kind != "ridge":
-        return f"a memory of kind {kind!r} is not in it"
-    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
-        return "a ridge that follows the keys, a step divided by its norm, or another anchor, is not in it"
-    if call.chunk is not None:
-        return "a memory that waits for whole chunks is not in it"
-    if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
-        return "log priors, key masks and packed documents are not in it"
-    if not 1 <= queries <= MOST_TOKENS or queries != keys:
-        return (
-            f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
-        )
-    if tile.empty_rows(call):
-        return tile.empty_rows(call)
-    if torch.is_grad_enabled() and (
-        call.requires_grad
-        or call.coefficients.requires_grad
-        or any(p.requires_grad for p in bound.anchor_params.values())
-    ):
-        return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return None
 
 
 class Sums(NamedTuple):
@@ -287,8 +258,7 @@ class RidgeSteps(Compiled):
 
     def __init__(self, call: Call, memory: RidgeStatistics) -> None:
         super().__init__(call)
-        bound, anchor, self._clipped = call.bound, call.bound.anchor, clipped_of(call)
-        assert isinstance(anchor, Ridge)
+        bound, anchor, self._clipped = call.bound, cast(Ridge, call.bound.anchor), clipped_of(call)
         batch, kv_heads, _, value_dim = self.sizes
         clipped, shape = (
             self._clipped or Clipped(1.0, None),

@@ -145,7 +145,7 @@ def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
 
 
 def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
-    kind, positive, learned = tile.kind_of(call.bound.anchor), call.tags.positive, call.coefficients.shape[0]
+    kind, positive, learned = tile.kind_of(call), call.tags.positive, call.coefficients.shape[0]
     return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, positive, learned)
 
 

@@ -5,14 +5,12 @@ It also holds what all bridges to kernels share: refusal messages, the kernels' 
 
 import functools
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Anchor, Count, Raw, Row
 from zonal.algebra.link import Link
-from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
@@ -22,18 +20,17 @@ from zonal.kernels.op import recorded
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 
 Kind = Literal["row", "count", "raw"]
-_KINDS: dict[type[Anchor], Kind] = {Row: "row", Count: "count", Raw: "raw"}
+_KINDS = get_args(Kind)
 
 
-def kind_of(anchor: Anchor) -> Kind:
-    """An anchor as the kernels name it, for those that ``other_anchor`` does not refuse."""
-    return _KINDS[type(anchor)]
+def kind_of(call: Call) -> Kind:
+    """The anchor as the kernels name it, for those that ``other_anchor`` does not refuse."""
+    return cast(Kind, call.tags.reduction)
 
 
 def other_anchor(call: Call) -> Reason:
     """The refusal of an anchor that is neither Row, Count nor Raw."""
-    anchor = call.bound.anchor
-    return f"anchor {type(anchor).__name__} is not in it" if type(anchor) not in _KINDS else None
+    return None if call.tags.reduction in _KINDS else f"anchor {type(call.bound.anchor).__name__} is not in it"
 
 
 def empty_rows(call: Call) -> Reason:
@@ -123,10 +120,10 @@ def _carried(call: Call, code: Formula) -> bool:
 
 def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
     """What a tile kernel is told of a call's anchor and of who sees whom."""
-    window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
+    window = call.window
     return TileSpec(
         code,
-        kind_of(call.bound.anchor),
+        kind_of(call),
         *((False, 0.0) if fused is None else fused[:2]),
         causal=call.causal and call.chunk is None,
         include_self=call.include_self,

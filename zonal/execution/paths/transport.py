@@ -32,6 +32,7 @@ from zonal.algebra.score import Score
 from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution.call import Call, prepare
+from zonal.execution.mask import Masses
 from zonal.execution.paths import tile, tiled
 from zonal.formula import Formula
 from zonal.kernels import native as native_kernels
@@ -116,7 +117,7 @@ def potentials(
     operator = operator_of("potentials", operator)
     call = prepare(
         operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,
-        key_bias=key_bias, query_mass=query_mass, key_mass=key_mass, start=start,
+        key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
     )  # fmt: skip
     anchor = cast(PlanAnchor, call.bound.anchor)
     if call.tags.family != "plan" or call.marginals is None:
