@@ -12,8 +12,8 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Hierarchical",
-    "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once.",
-    weights="the closest to softmax that sees far tokens as blocks of a tree",
+    "softmax that sees distant tokens as blocks of a tree. For encoders: it reads the whole text at once.",
+    weights="closest to softmax among weights that see distant tokens as blocks",
     memory="none: for encoders",
     paths="tiled",
 )

@@ -15,9 +15,9 @@ from zonal.mechanisms.sinkhorn import plan
 
 @mechanism(
     "Hyperbolic transport",
-    "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: "
+    "weights fall with hyperbolic distance, under constraints on what keys receive. For encoders: "
     "it reads the whole text at once.",
-    weights=r"$e^{-w d(q, k)/\tau}$ of hyperbolic distance, scaled likewise",
+    weights=r"$e^{-w d(q, k)/\tau}$ of hyperbolic distance, scaled as in sinkhorn",
     memory="none: for encoders",
     paths="tiled",
 )

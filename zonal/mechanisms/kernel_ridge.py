@@ -34,9 +34,9 @@ _KERNELS: dict[str, Callable[..., Operator]] = {
 
 @mechanism(
     "Kernel ridge",
-    "each read solves a least-squares fit from the features of keys to their values, such as squares: "
-    "more pairs than keys have numbers; constant memory at low degree.",
-    weights="ridge or ska with the kernel of squared_affine, sko, yat, …",
+    "each read solves a least-squares fit from features of the keys, such as squares, to their values. It recalls more "
+    "pairs than a key has numbers; constant memory at low degree.",
+    weights="ridge or ska with the kernel of squared_affine, sko or yat",
     memory="$2m^2 + mP$, $m$ features",
     paths="chunked",
 )

@@ -52,7 +52,7 @@ def _inner(value: Any) -> Any:
     "Regime",
     "an operator named by its parts: a score of query and key, a link from score to evidence, an anchor from evidence "
     "to weights.",
-    weights="any of the above and whatever else their parts make, by name",
+    weights="any combination of parts, by their names",
     memory="that of its parts",
     paths="those of its parts",
 )

@@ -14,7 +14,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Retention",
-    "the dot product, fading by a constant factor a token; constant memory.",
+    "the dot product, decaying by a constant factor per token; constant memory.",
     weights=r"$\rho^{t-s} \, q \cdot k / \sqrt D$",
     memory="$DP$",
     paths="tiled, chunked",

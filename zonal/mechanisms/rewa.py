@@ -19,7 +19,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA",
-    "evidence falls with distance: a learned sum of a flat, a spherical and a hyperbolic one. "
+    "weights fall with distance, a learned sum of flat, spherical and hyperbolic distance. "
     "It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ over row sum, $d$ a learned sum of flat, spherical and hyperbolic distance",
     memory="$S(D + P)$",

@@ -15,9 +15,9 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA categorical",
-    "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value.",
+    "tokens are orthogonal frames; weights depend on the rotation between two frames. It keeps every key and value.",
     weights=r"$e^{\operatorname{tr}(R^\top g_q^{-1} g_k)/\tau}$ of orthogonal frames, over row sum; "
-    r"values may turn with them",
+    r"values may be rotated with them",
     memory="$S(m^2 + P)$",
     paths="tiled",
 )

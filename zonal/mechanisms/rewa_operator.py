@@ -14,7 +14,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA operator",
-    "tokens as matrices: evidence falls with their distance, or follows a path of learned relations, fixed or chosen "
+    "tokens are matrices; weights fall with their distance, or follow a path of learned relations, fixed or chosen "
     "by the query.",
     weights=r"$e^{-\lVert A - B \rVert^2 / \tau}$ of matrices, or a path of learned relations, fixed or chosen by the "
     r"query, over row sum",

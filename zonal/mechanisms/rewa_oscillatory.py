@@ -14,8 +14,8 @@ from zonal.mechanisms.rewa import rewa
 
 @mechanism(
     "REWA oscillatory",
-    "evidence that swings with distance and fades, in a few learned waves. It keeps every key and value.",
-    weights=r"$e^{\sum_k a_k e^{-b_k d} \cos w_k d}$ of that distance, over row sum",
+    "the log weight is a sum of learned damped waves of the distance. It keeps every key and value.",
+    weights=r"$e^{\sum_k a_k e^{-b_k d} \cos w_k d}$ of the distance of rewa, over row sum",
     memory="$S(D + P)$",
     paths="tiled",
 )

@@ -15,7 +15,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA Riemannian",
-    "evidence falls with distance on a space whose metric tensor is learned. It keeps every key and value.",
+    "weights fall with distance in a space whose metric tensor is learned. It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ with a learned metric tensor, over row sum",
     memory="$S(D + P + 12n)$",
     paths="tiled",

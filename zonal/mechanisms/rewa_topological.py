@@ -16,8 +16,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "REWA topological",
-    "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. "
-    "It keeps every key and value.",
+    "weights fall with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
     weights=r"$e^{-d/\tau}$, with the distance of neighbourhoods by their persistence diagrams, over row sum",
     memory="$S(3D + P + 5n^2)$",
     paths="tiled",

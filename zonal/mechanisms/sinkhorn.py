@@ -41,7 +41,7 @@ def plan(
     "Sinkhorn",
     "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: "
     "it reads the whole text at once.",
-    weights=r"$e^{q \cdot k/\sqrt D}$ scaled so that keys receive their share, exactly, about, or at most",
+    weights=r"$e^{q \cdot k/\sqrt D}$ scaled so that keys receive their share exactly, approximately, or within bounds",
     memory="none: for encoders",
     paths="tiled",
 )

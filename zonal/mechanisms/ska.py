@@ -19,8 +19,8 @@ from zonal.mechanisms.ridge import priors
 
 @mechanism(
     "SKA",
-    "a least-squares fit as in ridge, read K learned steps further: with K = 1 it recalls what came after a key. "
-    "Constant memory.",
+    "a least-squares fit as in ridge, followed by K steps of learned dynamics: with K = 1 it recalls what came after a "
+    "key. Constant memory.",
     weights="ridge after $K$ steps of the keys' own dynamics",
     memory=r"$2D^2 + DP$, and $D^2$ more for $K \ge 1$",
     paths="chunked",

@@ -47,7 +47,7 @@ def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap 
 @mechanism(
     "SLAY",
     "spherical Yat by the paper's random features; constant memory.",
-    weights="Yat by random features ([what it is worth](slay.md))",
+    weights="Yat by random features ([poor approximation](slay.md))",
     memory="$m(P + 1)$",
     paths="tiled, chunked",
 )

@@ -13,8 +13,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Squared affine",
-    "the weight is (cosine + b)², a square that finitely many features can hold: "
-    "the memory does not grow with the text.",
+    "the weight is (cosine + b)², which has finitely many features, so the memory is constant.",
     weights="$(x + b)^2$ over row sum",
     memory="$m(P + 1)$, $m = (D + 1)(D + 2)/2$",
     paths="tiled, chunked",
