@@ -274,7 +274,7 @@ def test_a_broken_kernel_is_seen() -> None:
     bad = replace(good, name="broken", cpp_derivative=f"1.01f * ({good.cpp_derivative})")
     found = []
     for code in (good, bad):
-        spec = TileSpec(code, "row", True, 1e-12)
+        spec = TileSpec(code, "row", True)
         constants = torch.tensor(code.constants).expand(4, -1)
         y, *_ = tile(TileInputs(q, k, v, torch.ones(4), constants), spec)
         found.append((y.detach(), torch.autograd.grad(y.square().sum(), k)[0]))
@@ -290,7 +290,7 @@ def arguments(learned: bool = True) -> tuple:
     call = prepare(operator, q, k, v, causal=True)
     code = tile_path.code_of(operator.link)
     assert code is not None
-    spec = TileSpec(code, "count", True, 1e-12, learned=call.coefficients.shape[0])
+    spec = TileSpec(code, "count", True, learned=call.coefficients.shape[0])
     coefficients = call.coefficients.detach().flatten(1).T.expand(4, -1).contiguous().requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)
     mask[0, :3] = False

@@ -259,7 +259,7 @@ def arguments(learned: bool = True, fading: bool = False) -> tuple:
     call = prepare(operator, q, k, v, causal=True)
     code = tile_path.code_of(operator.link)
     assert code is not None
-    spec = SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True, learned=1)
+    spec = SumsSpec(code, 2, 0, "row", True, keeps=True, positive=True, learned=1)
     coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
     monomials = torch.tensor([[0.01, 0.2, 1.0]]).repeat(2, 1).requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)

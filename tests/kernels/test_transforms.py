@@ -133,7 +133,7 @@ def test_folding_starts_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None
     coefficients = torch.randn(3, 4, 3)
 
     def run(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, edges: Tensor | None) -> Tensor:
-        spec = TileSpec(code, "count", True, 1e-12, learned=3)
+        spec = TileSpec(code, "count", True, learned=3)
         return tile(TileInputs(q, k, v, torch.ones(4), coefficients, None, edges), spec)[0]
 
     vmap(run, in_dims=(0, 0, 0, 0, None))(q, k, v, coefficients, None)

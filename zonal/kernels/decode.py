@@ -25,7 +25,7 @@ class DecodeSpec:
 
     Token t itself is included with include_self only.
 
-    shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S in l. anchor, normalise, eps: as in ``TileSpec``.
+    shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S in l. anchor, normalise: as in ``TileSpec``.
     positive: whether l >= 0 everywhere; a row with a negative sum is then NaN.
     """
 
@@ -36,7 +36,6 @@ class DecodeSpec:
     positive: bool
     include_self: bool
     normalise: bool = False
-    eps: float = 1e-12
 
 
 class Decoder:
@@ -66,7 +65,7 @@ class Decoder:
             "B": batch, "H": heads, "Hkv": kv_heads, "D": dim, "P": value_dim, "F": weights.shape[1],
             "degree": spec.degree, "lowest": spec.lowest, "heads_weigh": weights.shape[0] > 1,
             "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
-            "include_self": spec.include_self, "eps": spec.eps,
+            "include_self": spec.include_self,
         })  # fmt: skip
         call.point("scale", scale.float().contiguous(), (heads,))
         call.point("weights", weights.float().contiguous(), weights.shape)

@@ -28,7 +28,7 @@ class SumsSpec:
     """One call's rules: y_t = factor_t sum_s l(S_ts) v_s, S_ts = scale_h f(q_t) . f(k_s), as in ``TileSpec``.
 
     degree, lowest: of the powers of S in l, whose features are those of ``features.SymmetricPowers``. anchor,
-    normalise, eps: as in ``TileSpec``. keeps: the state after the last key is wanted. positive: l is never negative, so
+    normalise: as in ``TileSpec``. keeps: the state after the last key is wanted. positive: l is never negative, so
     that a row whose sum nearly vanishes has cancelled.
     learned: how many of the coefficients may have gradients.
     """
@@ -38,7 +38,6 @@ class SumsSpec:
     lowest: int
     anchor: Literal["row", "count", "raw"]
     normalise: bool = False
-    eps: float = 1e-12
     keeps: bool = False
     positive: bool = False
     learned: int = 0
@@ -212,7 +211,7 @@ def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, sha
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "F": features[0],
         "low": table.low_left.shape[0], "powers": powers, "segments": seen.edges.shape[0] - 1, "by_batch": rows > 1,
         "numbers": numbers, "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split,
-        "offset": keys - queries, "guards": spec.guards, "shares": shares, "eps": spec.eps,
+        "offset": keys - queries, "guards": spec.guards, "shares": shares,
     })  # fmt: skip
     q = dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1)
     k = dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1)

@@ -1,7 +1,7 @@
 """The tile kernels, C++ (tile.cpp, tile_bf16.cpp) and Triton: operators whose weights are a function of a dot product.
 
 One kernel serves every operator with weights K_ts = l(S_ts) times a factor per row, S_ts = scale_h f(q_t) . f(k_s),
-with f the identity or x / max(|x|, eps):
+with f the identity or x / |x|:
 
     y_t = factor_t sum_s l(S_ts) v_s,   factor_t = 1 / sum_s l(S_ts) (row), 1 / visible keys (count), 1 (raw).
 """
@@ -35,7 +35,7 @@ _PAIRS = "tile_bf16"
 class TileSpec:
     """One call's rules. Query t stands at position t + S - T when causal, chunked or windowed, else at t.
 
-    anchor: what the row is multiplied by. normalise: unit queries and keys, norms below ``eps`` counting as eps.
+    anchor: what the row is multiplied by. normalise: unit queries and keys; 0 stays 0.
     causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right:
     keys from position - left to position + right (None = no window; right None = no limit there). Packed documents come
     as cu_seqlens. inference: no gradient will be asked for, and nothing is kept for backward. learned: how many of the
@@ -45,7 +45,6 @@ class TileSpec:
     link: Formula
     anchor: Literal["row", "count", "raw"]
     normalise: bool = False
-    eps: float = 1e-12
     causal: bool = True
     include_self: bool = True
     chunk: int = 0
@@ -83,7 +82,7 @@ def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
         "documents": inputs.documents, "causal": spec.causal, "include_self": spec.include_self, "chunk": spec.chunk,
         "left": -1 if spec.left is None else spec.left, "right": keys + queries if spec.right is None else spec.right,
         "numbers": inputs.coefficients.shape[1], "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise,
-        "eps": spec.eps, "split": 1, "places": torch.get_num_threads(),
+        "split": 1, "places": torch.get_num_threads(),
     }  # fmt: skip
 
 

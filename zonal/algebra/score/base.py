@@ -35,13 +35,12 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
 
 
 class Fused(NamedTuple):
-    """A bilinear score for the tile kernels: scale_h f(q) . f(k), with f the identity or x / max(|x|, eps).
+    """A bilinear score for the tile kernels: scale_h f(q) . f(k), with f the identity or x / |x|.
 
     scale: (H,) or a number.
     """
 
     normalise: bool
-    eps: float
     scale: Tensor | float
 
 
@@ -293,7 +292,7 @@ class Dot(Score):
         return k * (self.key_limit / norm.clamp_min(self.key_limit))
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
-        return Fused(False, 0.0, self._scale(dim, scale)) if self.keeps_keys else None
+        return Fused(False, self._scale(dim, scale)) if self.keeps_keys else None
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":
@@ -366,10 +365,12 @@ class Cosine(Score):
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return unit(k, self.eps)
 
-    def fused(self, dim: int, params: Params, scale: float | None) -> Fused:
+    def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
+        if self.eps > 1e-9:  # kernels know no vectors that count as short; ``unit`` compares no shorter ones with eps
+            return None
         if scale is None and self.learn_temperature:
-            return Fused(True, self.eps, torch.exp(-params["log_temperature"]))
-        return Fused(True, self.eps, scale if scale is not None else 1 / self.temperature)
+            return Fused(True, torch.exp(-params["log_temperature"]))
+        return Fused(True, scale if scale is not None else 1 / self.temperature)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         return (

@@ -164,12 +164,12 @@ class SumsSteps(Compiled):
         assert features is not None
         if call.raw is not None:
             fused = bound.score.fused(call.head_dim, bound.score_params, self.scale)
-        self.fused, plain = fused is not None, fused or Fused(False, 0.0, 1.0)
+        self.fused, plain = fused is not None, fused or Fused(False, 1.0)
         batch, kv_heads, _, value_dim = self.sizes
         spec = DecodeSpec(
             (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
             tile.kind_of(call), bound.link.positive, call.include_self,
-            plain.normalise, plain.eps,
+            plain.normalise,
         )  # fmt: skip
         with torch.no_grad():
             trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)

@@ -116,12 +116,12 @@ def _run(
     dim = call.shape[4]
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
     if fused is None or call.raw is None:
-        fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
+        fused, (q, k, v) = Fused(False, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
     key_bias = call.key_bias
     if placed is not None:
-        fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
+        fused, q, (k, v, _, _, key_bias), seen = Fused(False, 1.0), call.q, placed[0], placed[1]
     spec = _spec(call, code, features, fused, memory is not None)
     scale = tile.scale_of(fused, call.shape[1], q.device)
     if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
@@ -146,7 +146,7 @@ def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
 
 def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
     kind, positive, learned = tile.kind_of(call), call.tags.positive, call.coefficients.shape[0]
-    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, positive, learned)
+    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, keeps, positive, learned)
 
 
 def places_of(seen: Visibility, keys: int) -> Places:

@@ -124,7 +124,7 @@ def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool
     return TileSpec(
         code,
         kind_of(call),
-        *((False, 0.0) if fused is None else fused[:2]),
+        fused is not None and fused.normalise,
         causal=call.causal and call.chunk is None,
         include_self=call.include_self,
         chunk=call.chunk or 0,
@@ -180,14 +180,14 @@ def tiled(call: Call) -> Tensor:
     assert code is not None
     fused = None if call.raw is None else bound.score.fused(call.shape[4], bound.score_params, call.raw.scale)
     if reduction is not None:
-        fused, (q, k), v = Fused(False, 0.0, reduction.scale), bound.score.reduced(call.q, call.k), call.v
+        fused, (q, k), v = Fused(False, reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif not call.bias.empty:
         assert call.key_bias is not None
-        fused, v = Fused(False, 0.0, 1.0), call.v
+        fused, v = Fused(False, 1.0), call.v
         q = torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1)
         k = torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1)
     elif fused is None or call.raw is None:
-        fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
+        fused, (q, k, v) = Fused(False, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
     edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None

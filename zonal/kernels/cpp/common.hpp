@@ -269,12 +269,14 @@ inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 extern "C" {
 
+int64_t zonal_version() { return 6; }
+
 struct Strides {
   int64_t batch, head, token;
 };
 
-// What zonal/kernels/cpp/library.py fills in. Last axes of q, k, v, dy have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
-// documents, or null. Who sees whom: zonal/kernels/spec.py; left < 0: no window.
+// What zonal/kernels/tile.py fills in. Last axes of q, k, v, dy have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
+// documents, or null. Who sees whom: TileSpec of the same file; left < 0: no window.
 struct Call {
   const void *q, *k, *v;
   const float *scale, *coefficients;
@@ -282,7 +284,6 @@ struct Call {
   const int64_t* edges;
   Strides qs, ks, vs, dys;
   int64_t B, H, Hkv, T, S, D, P, documents, causal, include_self, chunk, left, right, numbers, learned, anchor, normalise;
-  float eps;
   void *y, *rest;    // (B, H, T, P) contiguous, as all that follows but dy; what rounding y to bfloat16 left of it, or null
   float* factor;     // (B, H, T)
   const void* dy;
@@ -679,6 +680,60 @@ int run_backward(
     failed = 1;
   }
   return failed;
+}
+
+// ---- tasks of other kernels ------------------------------------------------------------------------------------------------------------
+
+// task(i, scratch) for i < tasks, shared out over the threads if ``team``: to wake them takes some ten microseconds. Each thread keeps its
+// scratch from call to call. Returns 0, or 1 when memory ran out.
+template <typename Scratch, typename F>
+int each_task(int64_t tasks, bool team, const F& task) {
+  if (tasks == 0) return 0;
+  std::atomic<int> failed{0};
+  std::atomic<int64_t> next{0};
+#pragma omp parallel if (team && tasks > 1)
+  {
+    static thread_local Scratch scratch;
+    try {
+      for (int64_t i = next++; i < tasks; i = next++) task(i, scratch);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  }
+  return failed;
+}
+
+// 1 when memory ran out in task(i, scratch), else 0
+template <typename Scratch, typename F>
+int one_task(int64_t i, const F& task) {
+  static thread_local Scratch scratch;
+  try {
+    task(i, scratch);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+
+// ``each_task`` for short tasks: without OpenMP unless ``team``, as its team of one costs a short step a tenth of its time
+template <typename Scratch, typename F>
+int each_short_task(int64_t tasks, bool team, const F& task) {
+  if (!team || tasks == 1) {
+    int failed = 0;
+    for (int64_t i = 0; i < tasks && !failed; ++i) failed = one_task<Scratch>(i, task);
+    return failed;
+  }
+  std::atomic<int> failed{0};
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < tasks; ++i)
+    if (one_task<Scratch>(i, task)) failed = 1;
+  return failed;
+}
+
+// whether the environment has kernels switched off
+inline bool switched_off() {
+  const char* kernels = std::getenv("ZONAL_KERNELS");
+  return kernels && !std::strcmp(kernels, "off");
 }
 
 }  // namespace

@@ -19,14 +19,13 @@ constexpr int64_t TEAM = 1 << 16;  // numbers of the state from which on to wake
 
 extern "C" {
 
-// What zonal/kernels/cpp/decode_library.py fills in once for an operator and a form of memory.
+// What zonal/kernels/decode.py fills in once for an operator and a form of memory.
 struct Decoder {
   const float* scale;    // (H): of a query's score
   const float* weights;  // (H or 1, F): the link's coefficient of each feature's power
   const float* roots;    // of powers two and up: the root of the number of ways to write a feature; null below degree three
   const int32_t* tails;  // (degree - 1, D): of power two and up, how many products begin with each number; null below degree three
   int64_t B, H, Hkv, D, P, F, degree, lowest, heads_weigh, anchor, positive, normalise, include_self;
-  float eps;
 };
 
 struct Axes {  // what a step along each is, in numbers
@@ -234,39 +233,18 @@ void head(const Decoder& c, const Step& step, int64_t task, Scratch& scratch) {
     }
 }
 
-// 1 when memory ran out, else 0
-int whole_head(const Decoder& c, const Step& step, int64_t task) {
-  static thread_local Scratch scratch;
-  try {
-    if (step.bfloat16) head<uint16_t>(c, step, task, scratch);
-    else head<float>(c, step, task, scratch);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
-}
-
 }  // namespace
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Returns 0, or 1 when memory ran out; nothing of ``after`` is then to be used. 2: the environment has kernels switched off, nothing was done.
 int zonal_decode(const Decoder* decoder, const Step* step) {
-  const char* kernels = std::getenv("ZONAL_KERNELS");
-  if (kernels && !std::strcmp(kernels, "off")) return 2;
+  if (switched_off()) return 2;
   const Decoder& c = *decoder;
   const int64_t tasks = c.B * c.Hkv;
-  if (tasks == 1 || tasks * c.F * c.P * step->T <= TEAM) {  // without OpenMP, whose team of one costs a short step a tenth of its time
-    int failed = 0;
-    for (int64_t i = 0; i < tasks && !failed; ++i) failed = whole_head(c, *step, i);
-    return failed;
-  }
-  std::atomic<int> failed{0};
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < tasks; ++i)
-    if (whole_head(c, *step, i)) failed = 1;
-  return failed;
+  return each_short_task<Scratch>(tasks, tasks * c.F * c.P * step->T > TEAM, [&](int64_t i, Scratch& scratch) {
+    if (step->bfloat16) head<uint16_t>(c, *step, i, scratch);
+    else head<float>(c, *step, i, scratch);
+  });
 }
 }

@@ -421,8 +421,6 @@ Work prepare(const Distance& asked, Scratch& room) {
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // How many numbers the gradient of a prepared key has: its parts, then its radii.
 int64_t zonal_distance_width(const Distance* asked) { return width_of(*asked) + asked->count; }
 

@@ -31,7 +31,7 @@ struct Term {  // a distance of the numbers [start, start + size) of a point; sc
   double eps, scale;
 };
 
-// What zonal/kernels/cpp/distance_library.py fills in. call: as for a tile kernel, but that D is ``zonal_distance_width``, since sums holds keys as they are
+// What zonal/kernels/distance.py fills in. call: as for a tile kernel, but that D is ``zonal_distance_width``, since sums holds keys as they are
 // prepared; coefficients (H, 3 waves): amplitudes, decays and frequencies. weights (B, H, T, count), as dweights, which is contiguous.
 struct Distance {
   Call call;

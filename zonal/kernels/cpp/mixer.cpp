@@ -27,7 +27,7 @@ struct Rows {
   int64_t batch, token, head;
 };
 
-// What zonal/kernels/cpp/mixer_library.py fills in. x (B, T, channels) through strides; tail (B, w - 1, channels), the tokens before the first, or null;
+// What zonal/kernels/mixer.py fills in. x (B, T, channels) through strides; tail (B, w - 1, channels), the tokens before the first, or null;
 // taps (w, channels), the token's own first; bias (channels) or null. order (B, T): the tokens that are there, in order, then the others, and present
 // (B): how many; null: all. reach (T): how many earlier tokens a token's document has; null: there is one document. The channels of y and dy
 // come in parts, each of heads[i] heads of widths[i] numbers.
@@ -362,8 +362,6 @@ int convolution(const Convolution& c, bool back) {
 }  // namespace
 
 extern "C" {
-
-int64_t zonal_version() { return 6; }
 
 // All return 0, or 1 when memory ran out.
 int zonal_convolution_forward(const Convolution* call) { return convolution(*call, false); }

@@ -594,35 +594,17 @@ void backward_task(const Ridge& c, int64_t number, Scratch& room) {
   else backward_in<double>(task, room);
 }
 
-template <typename F>
-int each_task(const Ridge& c, const F& task) {
-  const int64_t tasks = c.B * c.Hkv * c.segments;
-  if (tasks == 0) return 0;
-  std::atomic<int> failed{0};
-  std::atomic<int64_t> next{0};
-  // to wake the other threads takes some ten microseconds
-#pragma omp parallel if (tasks > 1 && (c.B * c.H * c.T + c.B * c.Hkv * c.S) * c.D * (c.D + c.P) > (1 << 19))
-  {
-    static thread_local Scratch room;
-    try {
-      for (int64_t i = next++; i < tasks; i = next++) task(i, room);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  }
-  return failed;
-}
+// whether it takes longer than waking the other threads
+bool long_enough(const Ridge& c) { return (c.B * c.H * c.T + c.B * c.Hkv * c.S) * c.D * (c.D + c.P) > (1 << 19); }
 
 }  // namespace
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Returns 0, 1 when memory ran out, or 2 where a matrix that is inverted is not positive definite or not a number.
 int zonal_ridge_forward(const Ridge* call) {
   std::atomic<int> indefinite{0};
-  const int failed = each_task(*call, [&](int64_t i, Scratch& room) {
+  const int failed = each_task<Scratch>(call->B * call->Hkv * call->segments, long_enough(*call), [&](int64_t i, Scratch& room) {
     const Outcome found = forward_task(*call, i, room);
     if (found == INDEFINITE) indefinite = 2;
     if (call->outcome != nullptr) call->outcome[i] = found;
@@ -630,15 +612,9 @@ int zonal_ridge_forward(const Ridge* call) {
   return failed ? failed : indefinite.load();
 }
 
-// Forward, or 3: the environment has kernels switched off, nothing was done.
-int zonal_ridge_again(const Ridge* call) {
-  const char* kernels = std::getenv("ZONAL_KERNELS");
-  return kernels && !std::strcmp(kernels, "off") ? 3 : zonal_ridge_forward(call);
-}
-
 // Returns 0, or 1 when memory ran out. outcome: as forward left it.
 int zonal_ridge_backward(const Ridge* call) {
   for (int64_t i = 0; call->segments > 1 && i < call->B * call->Hkv; ++i) clear_gradients(*call, i);
-  return each_task(*call, [&](int64_t i, Scratch& room) { backward_task(*call, i, room); });
+  return each_task<Scratch>(call->B * call->Hkv * call->segments, long_enough(*call), [&](int64_t i, Scratch& room) { backward_task(*call, i, room); });
 }
 }

@@ -22,7 +22,7 @@ enum Outcome { GOOD = 0, DOUBLE = 1, INDEFINITE = 2 };
 
 extern "C" {
 
-// What zonal/kernels/cpp/ridge_library.py packs. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; lo, hi
+// What zonal/kernels/ridge.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; lo, hi
 // (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1): borders of segments
 // among the queries; what one sees starts afresh in the next. gram, cross, shift, last: the memory before the first key, float64
 // (B, Hkv, …), or null; only with one segment, whose places start at 0. A task is one segment of a key head.

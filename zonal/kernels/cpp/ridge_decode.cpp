@@ -29,7 +29,7 @@ struct Axes {  // what a step along each is, in numbers
 
 constexpr int64_t LATE = 16;  // tokens that stay beside the sums, at most
 
-// What zonal/kernels/cpp/ridge_decode_library.py packs. Last axes of q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P)
+// What zonal/kernels/ridge_decode.py fills in. Last axes of q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P)
 // have stride 1; all in bfloat16, or else in float32. Of the memory, contiguous: gram, cross, inverse, and for powers past 0 shift, first,
 // last (else null), of count tokens, of which padding (B) are none; then the rows of ``late`` tokens more (B, Hkv, 2 r + P). The rows of
 // the new tokens go to now (T, B, Hkv, 2 r + P), or, where there is after, all are added to the sums there, which share nothing with those before.
@@ -237,39 +237,18 @@ void head(const Step& c, int64_t task, Scratch& scratch) {
   if (settles) state.settle(task, room);
 }
 
-// 1 when memory ran out, else 0
-int whole_head(const Step& c, int64_t task) {
-  static thread_local Scratch scratch;
-  try {
-    if (c.bfloat16) head<uint16_t>(c, task, scratch);
-    else head<float>(c, task, scratch);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
-}
-
 }  // namespace
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Returns 0, or 1 when memory ran out; nothing of what comes after is then to be used. 2: the environment has kernels switched off, nothing was done.
 int zonal_ridge_step(const Step* step) {
-  const char* kernels = std::getenv("ZONAL_KERNELS");
-  if (kernels && !std::strcmp(kernels, "off")) return 2;
+  if (switched_off()) return 2;
   const Step& c = *step;
   const int64_t tasks = c.B * c.Hkv, rounds = c.T + (c.gram_after == nullptr ? 0 : SETTLED);
-  if (tasks == 1 || tasks * c.r * (3 * c.r + c.P) * rounds <= TEAM) {  // without OpenMP, whose team of one costs a short step a tenth of its time
-    int failed = 0;
-    for (int64_t i = 0; i < tasks && !failed; ++i) failed = whole_head(c, i);
-    return failed;
-  }
-  std::atomic<int> failed{0};
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < tasks; ++i)
-    if (whole_head(c, i)) failed = 1;
-  return failed;
+  return each_short_task<Scratch>(tasks, tasks * c.r * (3 * c.r + c.P) * rounds > TEAM, [&](int64_t i, Scratch& scratch) {
+    if (c.bfloat16) head<uint16_t>(c, i, scratch);
+    else head<float>(c, i, scratch);
+  });
 }
 }

@@ -20,7 +20,7 @@ struct Axes {
   int64_t batch, head, token;
 };
 
-// What zonal/kernels/cpp/sparse_library.py fills in. Last axes of q (B, H, T, D + 3F), k (B, Hkv, S, D + 2F), v and dy have stride 1. Of F factors (0: dot
+// What zonal/kernels/sparse.py fills in. Last axes of q (B, H, T, D + 3F), k (B, Hkv, S, D + 2F), v and dy have stride 1. Of F factors (0: dot
 // products): kinds, sizes, eps; after the D numbers of its parts a query has F weights, F radii and their F sinh, a key F radii and F sinh. For
 // an angle the radius is 1 where the direction is missing, else 0. order (B, Hkv, L, S): keys by table; start, stop (B, H, T, L): places in it; walk (B, H, T): queries in turn.
 struct Sparse {
@@ -596,8 +596,6 @@ int in_turns(const Sparse& c, int64_t tasks, const F& f) {
 }  // namespace
 
 extern "C" {
-
-int64_t zonal_version() { return 6; }
 
 // One function of the hash tables into codes (heads, 1 + tables, tokens), of which the first table, of one bucket, stays as it is; tokens ``first`` and
 // ``count`` more of heads * tokens. Their numbers for table l begin at x + i * row + l * step, and sixteen are read at a time. Without offsets

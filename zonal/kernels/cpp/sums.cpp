@@ -553,34 +553,16 @@ void finish_rows(const Sums& c, float* g, int64_t parts, int64_t part_size, cons
 
 int64_t all_tasks(const Sums& c) { return c.B * c.Hkv * c.segments * c.split; }
 
-// task(i, scratch) for i < tasks, shared out over the threads
-template <typename F>
-int each_task(const Sums& c, int64_t tasks, const F& task) {
-  if (tasks == 0) return 0;
-  std::atomic<int> failed{0};
-  std::atomic<int64_t> next{0};
-  // to wake the other threads takes some ten microseconds
-#pragma omp parallel if (tasks > 1 && c.B * c.H * (c.T + c.S) * c.F * (c.P + 1) > (1 << 19))
-  {
-    static thread_local Scratch scratch;
-    try {
-      for (int64_t i = next++; i < tasks; i = next++) task(i, scratch);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  }
-  return failed;
-}
+// whether it takes longer than waking the other threads
+bool long_enough(const Sums& c) { return c.B * c.H * (c.T + c.S) * c.F * (c.P + 1) > (1 << 19); }
 
 }  // namespace
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
-  return each_task(*call, all_tasks(*call), [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
+  return each_task<Scratch>(all_tasks(*call), long_enough(*call), [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
 }
 
 // out (B, H, T) = the products of rows of a and b, of P numbers each
@@ -610,7 +592,7 @@ int zonal_sums_backward(const Sums* call) {
     clear(c.dv, c.B * c.Hkv * c.S * c.P);
     if (shares == 0) clear(c.dk, c.split * c.B * c.Hkv * c.S * c.D);
   }
-  const int failed = each_task(c, shares > 0 ? c.B * shares : all_tasks(c), [&](int64_t i, Scratch& scratch) {
+  const int failed = each_task<Scratch>(shares > 0 ? c.B * shares : all_tasks(c), long_enough(c), [&](int64_t i, Scratch& scratch) {
     const int64_t b = i / std::max<int64_t>(shares, 1), share = shares > 0 ? i % shares : 0;
     if (shares > 0) {
       clear(c.dq + (share * c.B + b) * c.T * c.D, c.T * c.D);

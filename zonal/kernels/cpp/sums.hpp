@@ -23,7 +23,7 @@ constexpr int SLICE = 4 * R;         // features made at once for all tokens at 
 
 extern "C" {
 
-// What zonal/kernels/cpp/sums_library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; present
+// What zonal/kernels/sums.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; present
 // (B or 1): how many; lo, hi (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1):
 // borders of segments among the queries; what one sees starts afresh in the next.
 // Feature a of F is the product of rows left[a] <= right[a] of the low features: 1, the vector, and products of earlier rows
@@ -38,7 +38,7 @@ struct Sums {
   const double* before;       // (B): keys in it, for the count anchor; null without
   Strides qs, ks, vs;
   int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards, shares;
-  float eps;                  // offset: the position of query 0 among the keys; guards: rows whose terms cancel are found and summed directly
+                              // offset: the position of query 0 among the keys; guards: rows whose terms cancel are found and summed directly
   uint8_t* apart;             // (B, H, T): which those are, zeros at first; null without guards
   float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
   const float *dy, *dfinal;   // as y and final

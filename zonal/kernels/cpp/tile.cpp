@@ -266,8 +266,6 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Whether tile_bf16.cpp would run on this processor.
 int zonal_has_bf16() {
 #if defined(__x86_64__) && defined(__AVX2__)

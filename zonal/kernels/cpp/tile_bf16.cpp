@@ -419,8 +419,6 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
-
 // Both return 0, or 1 when memory ran out. D is even, and for backward so is P.
 int zonal_forward(const Call* call) { return run_forward<B>(*call, forward_task); }
 int zonal_backward(const Call* call) { return run_backward<B>(*call, backward_task); }

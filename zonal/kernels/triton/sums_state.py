@@ -490,7 +490,7 @@ def prepare(inputs: SumsInputs, spec: SumsSpec) -> SumsCall:
     found = sums_layout.borders(inputs.lo, inputs.hi, start, k.shape[2], chunk, spec.keeps, q.device)
     tile = tiles.call(
         TileInputs(q, k, v, inputs.scale, plain(inputs.coefficients, torch.float32), inputs.key_mask),
-        TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False),
+        TileSpec(spec.link, spec.anchor, spec.normalise, causal=False),
     )
     tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=start is not None))
     monomials = inputs.monomials
