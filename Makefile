@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
+# tests start many processes: each reads the bytecode that the first one wrote
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-triton test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 

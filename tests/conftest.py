@@ -1,5 +1,6 @@
 """What all tests share: a cache folder of their own, and the same speeds on every machine."""
 
+import gc
 import os
 import random
 import zlib
@@ -25,6 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without a compiler every call may say so, which no test is about but those that take the compiler away."""
     if native_kernels.compiler() is None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting makes hardly any garbage, and looking for it takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

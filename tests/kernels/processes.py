@@ -14,6 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+_MANY = 16
 CUDA = torch.cuda.is_available()
 no_device = pytest.mark.skipif(
     not CUDA, reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)"
@@ -48,10 +49,11 @@ def asked(request: pytest.FixtureRequest, test: str) -> list[str]:
 def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *options: str) -> dict[str, str | None]:
     """What is wrong with each case that a script of this folder runs, None if nothing is.
 
-    On a device most of the time is the compiler's: half of the cores compile. Without one there are two parts, so that
-    a second worker that needs the answers takes the part that nobody works on.
+    On a device most of the time is the compiler's: half of the cores compile. Without one, many cases are two parts, so
+    that a second worker that needs the answers takes the part that nobody works on. Each part is a process, whose start
+    costs as much as a few cases.
     """
-    count = max(1, (os.cpu_count() or 1) // 2) if CUDA else min(2, len(names))
+    count = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1 + (len(names) > _MANY)
     cache = factory.mktemp("triton")
 
     def part(index: int) -> list[dict]:

@@ -3,12 +3,16 @@ machinery).
 """
 
 import copy
+import hashlib
 import importlib
+import json
 import os
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +33,7 @@ from zonal.execution.call import prepare
 from zonal.execution.paths import distance
 from zonal.execution.paths import tile as tile_path
 from zonal.execution.paths.dense import weights
+from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
@@ -375,9 +380,26 @@ def test_built_once_and_kept(empty_cache: Path) -> None:
     assert native_kernels.built(code, "decode")
     assert native_kernels.build(code, "decode") == path
     assert path.stat().st_mtime_ns == stamp
-    assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".so"]  # nothing half written stays
+    assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".lock", ".so"]  # nothing half written stays
     # other formulas, flags or compilers are other libraries
     assert native_kernels.target(replace(code, cpp_value="x * x"), "decode") != path
+
+
+def test_two_that_need_a_library_at_once_compile_it_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    code = FORMULAS["exp"]
+
+    def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
+        made.append(library)
+        time.sleep(0.2)
+        library.write_bytes(b"library")
+        library.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(b"library").hexdigest()}))
+
+    monkeypatch.setattr(build, "make", make)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: native_kernels.build(code), range(3)))
+    assert made == [native_kernels.target(code)]
+    assert found == made * 3
 
 
 def test_a_damaged_library_is_compiled_again(empty_cache: Path) -> None:

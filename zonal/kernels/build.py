@@ -3,6 +3,7 @@
 It does not import torch, as wheels are built with it.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from zonal.errors import ZonalError
@@ -139,8 +141,26 @@ def good(library: Path) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def alone(library: Path) -> Iterator[None]:
+    """Held by one process at a time for each library, so that processes that start together compile it once.
+
+    The lock ends with the process that holds it. On Windows there is none: both compile. Raises: OSError when the
+    folder cannot be written.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with library.with_suffix(".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
 def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
-    """Compile a link's library. Two processes may do so at once: each file appears whole.
+    """Compile a link's library. Each file appears whole.
 
     Raises: BuildError with the compiler's first words when it fails; OSError when the folder cannot be written.
     """
@@ -181,6 +201,7 @@ __all__ = [
     "SHIPPED",
     "SOURCES",
     "BuildError",
+    "alone",
     "defines",
     "file_name",
     "find",

@@ -204,13 +204,17 @@ def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
             "Install the package again.",
             stacklevel=2,
         )
-    library = target(code, source)
-    if not again and library.exists():
-        warnings.warn(f"zonal: the kernel {library.name} in the cache was damaged and is compiled again.", stacklevel=2)
-    path = compiler()
+    library, path = target(code, source), compiler()
     assert path is not None
     try:
-        recipe.make(path, code, source, flags(source), library)
+        with recipe.alone(library):
+            if not again and recipe.good(library):  # another process has compiled it meanwhile
+                return library
+            if not again and library.exists():
+                warnings.warn(
+                    f"zonal: the kernel {library.name} in the cache was damaged and is compiled again.", stacklevel=2
+                )
+            recipe.make(path, code, source, flags(source), library)
     except OSError as error:
         raise BuildError(
             f"build: the kernel could not be written to {library.parent} ({error}). "
