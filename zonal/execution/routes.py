@@ -27,7 +27,7 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """q, k, v -> y; None where the environment has switched compiled kernels off."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """One implementation of a path.
 
