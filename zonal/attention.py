@@ -13,9 +13,8 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.call import Call, Held, lowered, prepare, weighted
+from zonal.execution.call import Call, Held, check_memory, empty_memory, lowered, prepare, weighted
 from zonal.execution.mask import Masses
-from zonal.execution.paths.chunked import check_memory, empty_memory
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
 from zonal.kernels import transforms

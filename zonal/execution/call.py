@@ -8,12 +8,11 @@ from torch import Tensor
 
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
-from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
-from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
+from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.errors import ArgumentError
-from zonal.execution.mask import NO_MASSES, Masses, marginals_of
+from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.incoming import undeclared
@@ -157,27 +156,6 @@ class Call:
         if self.place is not None:
             return self.place
         return self.tokens.q.device if self.raw is None else self.raw.q.device
-
-    def with_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visibility: Visibility,
-        bias: Bias,
-        log_decay: Tensor | None,
-        key_bias: Tensor | None,
-    ) -> "Call":
-        """The call with other prepared tokens, and what weighs on them."""
-        return replace(
-            self,
-            raw=None,
-            prepared=Prepared(q, k, v),
-            visibility=visibility,
-            bias=bias,
-            log_decay=log_decay,
-            key_bias=key_bias,
-        )
 
     @property
     def chunk(self) -> int | None:
@@ -344,14 +322,14 @@ def prepare(
     seen = visibility(
         q.shape[2],
         k.shape[2],
-        _without_bias(bound.priors),
+        without_bias(bound.priors),
         causal=causal,
         include_self=tags.includes_self,
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
     )
-    decay = _log_decay(bound, k, key_padding_mask, log_decay)
-    bias = _bias(bound, seen, decay, key_bias)
+    decay = log_decay_of(bound, k, key_padding_mask, log_decay)
+    bias = bias_of(bound, seen, decay, key_bias)
     tied = causal or any(p.orders for p in bound.priors)
     if tied and tags.couples:
         raise ArgumentError(
@@ -402,46 +380,6 @@ def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, pa
     return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 
-def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
-    return tuple(p for p in priors if p.masks)
-
-
-def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
-    if given is not None:
-        decay = given.double()
-        if transforms.mapped(given):
-            raise ArgumentError(
-                "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
-                "Fold that axis into the batch."
-            )
-        require_values(
-            ~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values."
-        )
-    elif bound.log_decay is not None:
-        decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
-    else:
-        return None
-    # a padded token is no step in time, whatever it holds
-    return decay if padding is None else torch.where(padding[:, None], decay, 0.0)
-
-
-def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
-    row = col = None
-    if bound.anchor.solves:  # its decays are no factors of the kernel
-        return Bias()
-    if decay is not None:
-        running = decay.cumsum(-1)
-        running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
-        row, col = (
-            running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None,
-            -running,
-        )
-    if key_bias is not None:
-        extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
-        col = extra.double() if col is None else col + extra
-    return Bias(row, col, bound.slopes)
-
-
 def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:
     """The call with prepared keys and values before its own: (k, v, key mask, log decay, key bias) of a memory of keys.
 
@@ -467,10 +405,50 @@ def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | No
     seen = visibility(
         call.q.shape[2],
         k.shape[2],
-        _without_bias(call.bound.priors),
+        without_bias(call.bound.priors),
         causal=call.causal,
         include_self=call.include_self,
         key_padding_mask=mask,
     )
-    bias = _bias(call.bound, seen, decay, key_bias)
-    return call.with_tokens(call.q, k, v, seen, bias, decay, key_bias)
+    bias = bias_of(call.bound, seen, decay, key_bias)
+    return replace(
+        call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias
+    )
+
+
+def tail(call: Call, first: int) -> Call:
+    """The call without its first queries."""
+    tokens = Prepared(call.q[:, :, first:], call.k, call.v)
+    return replace(call, raw=None, prepared=tokens, visibility=call.visibility.tail(first))
+
+
+def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
+    """The memory of a call's operator before its first token. ``dtype`` of keys and values: by default the result's."""
+    batch, _, _, _, _, value_dim = call.shape
+    heads = call.bound.kv_heads
+    return Memory.empty(call.operator, batch, heads, call.head_dim, value_dim, dtype or call.dtype, call.device)
+
+
+def check_memory(call: Call, memory: Memory) -> None:
+    """Raise ArgumentError unless the call can go on from the memory."""
+    batch, _, queries, keys, _, value_dim = call.shape
+    if call.causal and memory.count and queries != keys:
+        raise ArgumentError(
+            "attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, "
+            f"received {queries} and {keys}."
+        )
+    if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
+        first = max(0, memory.count + keys - queries - memory.reach + 1)
+        gone = memory.count - (memory.end - memory.begin)
+        if first < gone:
+            raise ArgumentError(
+                f"attention: the first of {queries} queries sees keys from token {first} on, "
+                f"but a memory with a window has dropped the first {gone}. "
+                "Pass at most as many queries as new keys, or all keys at once without a memory."
+            )
+    wanted = batch, call.bound.kv_heads, call.head_dim, value_dim
+    if tuple(memory.form[:4]) != wanted:
+        raise ArgumentError(
+            f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(memory.form[:4])}, "
+            f"the call has {wanted}."
+        )

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, lowered, prepare, spread, weighted
-from zonal.execution.paths.chunked import check_memory
+from zonal.execution.call import Call, check_memory, lowered, prepare, spread, weighted
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
 from zonal.kernels import transforms

@@ -1,4 +1,4 @@
-"""What queries give and keys receive in a plan: as it is given, or alike for all tokens that take part."""
+"""What weighs the pairs of a call: decays and biases, and the masses of the queries and keys of a plan."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,11 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.anchor.plan import ABSENT
-from zonal.algebra.prior import Visibility
+from zonal.algebra.declaration import require_values
+from zonal.algebra.operator import Bound
+from zonal.algebra.prior import Bias, Prior, Visibility
 from zonal.errors import ArgumentError
+from zonal.kernels import transforms
 
 
 class Masses(NamedTuple):
@@ -124,4 +127,47 @@ def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
     return seen.count(device) > 0, reached if seen.key_mask is None else reached & seen.key_mask[:, None]
 
 
-__all__ = ["NO_MASSES", "Masses", "marginals_of"]
+def without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
+    """The priors that say which keys are visible."""
+    return tuple(p for p in priors if p.masks)
+
+
+def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """The log decay of each key (B or 1, Hkv, S), 0 on padding: the given one, else that of a declared decay."""
+    if given is not None:
+        decay = given.double()
+        if transforms.mapped(given):
+            raise ArgumentError(
+                "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
+                "Fold that axis into the batch."
+            )
+        require_values(
+            ~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values."
+        )
+    elif bound.log_decay is not None:
+        decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
+    else:
+        return None
+    # a padded token is no step in time, whatever it holds
+    return decay if padding is None else torch.where(padding[:, None], decay, 0.0)
+
+
+def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
+    """What is added to log K: decays of rows and columns, key biases, and slopes of the distance."""
+    row = col = None
+    if bound.anchor.solves:  # its decays are no factors of the kernel
+        return Bias()
+    if decay is not None:
+        running = decay.cumsum(-1)
+        running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
+        row, col = (
+            running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None,
+            -running,
+        )
+    if key_bias is not None:
+        extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
+        col = extra.double() if col is None else col + extra
+    return Bias(row, col, bound.slopes)
+
+
+__all__ = ["NO_MASSES", "Masses", "bias_of", "log_decay_of", "marginals_of", "without_bias"]

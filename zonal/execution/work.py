@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 from zonal.algebra.anchor import Hierarchical, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
 from zonal.execution.paths import tiled
-from zonal.execution.paths.chunked import ridge_block
 from zonal.execution.paths.fading import usual_block
+from zonal.execution.paths.ridge import usual_block as ridge_block
 from zonal.execution.paths.scan import block_size
 from zonal.execution.shape import EXPONENTIAL, Shape
 from zonal.features import feature_map, hashing

@@ -5,12 +5,14 @@ Code for batches then runs packed sequences too, in parallel over documents. At 
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zonal.algebra.prior import Bias, visibility
-from zonal.execution.call import Call
+from zonal.execution.call import Call, Prepared
+from zonal.execution.mask import without_bias
 
 
 def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
@@ -53,12 +55,13 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
     seen = visibility(
         index.shape[1],
         index.shape[1],
-        tuple(p for p in call.bound.priors if p.masks),
+        without_bias(call.bound.priors),
         causal=call.causal,
         include_self=call.include_self,
         key_padding_mask=mask,
     )
-    group = call.with_tokens(
-        rows(call.q), rows(call.k), rows(call.v), seen, Bias(), decay, None if bias is None else rows(bias)
-    )
+    group = replace(
+        call, raw=None, prepared=Prepared(rows(call.q), rows(call.k), rows(call.v)), visibility=seen, bias=Bias(),
+        log_decay=decay, key_bias=None if bias is None else rows(bias),
+    )  # fmt: skip
     return group, index, inside

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, Held
+from zonal.execution.call import Call, Held, check_memory, empty_memory, tail
 from zonal.execution.paths import steps
-from zonal.execution.paths.chunked import check_memory, empty_memory, tail
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps
 from zonal.kernels.build import BuildError
