@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import common
-from zonal import mechanisms
-from zonal.data import cache
+from zonal import cache, mechanisms
 
 # of the operator that the rows are about
 EPS: float = mechanisms.yat().link.eps  # type: ignore[attr-defined]

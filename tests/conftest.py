@@ -16,7 +16,7 @@ from cover import WHOLE, cover, features
 from tiers import CHOSEN, SLOW
 
 from zonal import store
-from zonal.data.cache import VARIABLE
+from zonal.cache import VARIABLE
 from zonal.execution import machine as machines
 from zonal.execution.machine import TYPICAL_CPU, Machine
 from zonal.kernels import native as native_kernels

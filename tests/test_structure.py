@@ -38,6 +38,7 @@ FLOORS = {
     "device_memory": 1,
     "store": 1,
     "verdict": 1,
+    "cache": 1,
     "limits": 1,
     "errors": 0,
 }

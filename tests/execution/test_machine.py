@@ -14,7 +14,7 @@ import torch
 from live_memory import LiveMemory
 from torch.utils.checkpoint import checkpoint
 
-from zonal.data.cache import VARIABLE
+from zonal.cache import VARIABLE
 from zonal.errors import FileFormatError
 from zonal.execution import machine as machines
 from zonal.execution.machine import TYPICAL_CPU, TYPICAL_GPU, Machine, typical

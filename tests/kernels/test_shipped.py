@@ -142,7 +142,7 @@ def test_build_says_which_it_would_use(
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
     native_kernels.build(FORMULAS["exp"], again=True)
     assert command.run(command.Build(), "zonal build") == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp (float32)")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp, tile (tiled, C++;")]
     assert "was there" in line
     assert str(as_installed) not in line
 

@@ -4,24 +4,19 @@ import time
 from dataclasses import dataclass
 
 from zonal.errors import ZonalError
+from zonal.execution.routes import ROUTES
 from zonal.formula import FORMULAS
 from zonal.kernels import build, native
 
 DESCRIPTION = """\
-Compile the CPU kernels of every link that has a formula, check that each library loads, and print where each one comes
-from. Otherwise a kernel is compiled when it is first used, which takes some seconds once. A library compiled here takes
-precedence over one that came with the package. CXX names the compiler, ZONAL_CACHE the folder of libraries.
+Compile the CPU kernels of every link that has a formula, check that each library loads, and print which routes run it
+and where it comes from. Otherwise a kernel is compiled when it is first used, which takes some seconds once. A library
+compiled here takes precedence over one that came with the package. CXX names the compiler, ZONAL_CACHE the folder of
+libraries.
 
 Examples:
   zonal build
   zonal build --again"""
-
-
-_NAMES = {
-    "tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder",
-    "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence",
-    "distance": "distances", "distance_wide": "distances, AVX-512", "sparse": "the largest of some candidates",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,11 @@ class Build:
 
     again: bool = False
     """Compile what is there already, too."""
+
+
+def routes_of(source: str) -> str:
+    """The routes that run a C++ source, as ``zonal explain`` names them. Without a route, layers call the kernel."""
+    return "; ".join(str(route) for route in ROUTES if source in route.sources) or "layers"
 
 
 def run(options: Build, command: str) -> int:
@@ -44,7 +44,7 @@ def run(options: Build, command: str) -> int:
         for source in build.sources(code):
             if source == "tile_bf16" and (native.failure(code) is not None or not native.load(code).zonal_has_bf16()):
                 continue
-            name, start = f"{code.name} ({_NAMES[source]})", time.perf_counter()
+            name, start = f"{code.name}, {source} ({routes_of(source)})", time.perf_counter()
             known = None if options.again else native.built(code, source)
             try:
                 path = native.build(code, source, again=options.again)
@@ -56,8 +56,8 @@ def run(options: Build, command: str) -> int:
                     if path.parent == build.SHIPPED
                     else "was there"
                 )
-                print(f"{name:<38} {how:>21}  {path}")
+                print(f"{name:<52} {how:>21}  {path}")
             except ZonalError as error:
                 failed += 1
-                print(f"{name:<38} failed: {error}")
+                print(f"{name:<52} failed: {error}")
     return 1 if failed else 0

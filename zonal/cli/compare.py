@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +15,10 @@ from rich.text import Text
 
 from zonal import report
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
+from zonal.cli.options import ModelOptions, RunOptions, device, title, training_steps
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
-from zonal.limits import PROCESSES, THREADS
+from zonal.limits import PROCESSES
 from zonal.models import ModelConfig, preset
 from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style
@@ -42,7 +42,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(RunOptions):
     """Compare attention operators on one task."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
@@ -70,17 +70,8 @@ class Compare:
     """Run failed runs again, from their last good checkpoint."""
     title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
     """Heading of the report."""
-    device: str = "cpu"
-    """cpu, cuda or cuda:1."""
-    threads: Annotated[
-        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
-    ] = None
-    """Processor threads of each run."""
     jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in its own process. Their times are comparable only among themselves."""
-    task: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 def defaults(words: Sequence[str]) -> Compare | None:

@@ -12,7 +12,7 @@ import tyro
 from zonal import tasks
 from zonal.cli import parse
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.limits import SIZE, STEPS, Between
+from zonal.limits import SIZE, STEPS, THREADS, Between
 from zonal.models import ModelConfig
 from zonal.models.config import ModelSettings
 from zonal.training import TrainConfig
@@ -84,6 +84,19 @@ class TrainingOptions(TrainSettings):
         curriculum = None if self.curriculum is None else parse.parts(self.curriculum)
         changes = {"steps": steps, "learning_rate": learning_rate, "seed": seed, "curriculum": curriculum}
         return TrainConfig(**{**vars(self), **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What every command that trains takes, after its own options."""
+
+    device: str = "cpu"
+    """cpu, cuda or cuda:1."""
+    threads: Annotated[int | None, THREADS, tyro.conf.arg(help_behavior_hint="(default: as torch has it)")] = None
+    """Processor threads of each run."""
+    task: TaskOptions = dataclasses.field(default_factory=TaskOptions)
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    training: TrainingOptions = dataclasses.field(default_factory=TrainingOptions)
 
 
 def device(name: str) -> torch.device:

@@ -14,12 +14,12 @@ import tyro
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
+from zonal.cli.options import RunOptions, TrainingOptions, device, title
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
-from zonal.limits import PROCESSES, RATE, THREADS
+from zonal.limits import PROCESSES, RATE
 from zonal.report import formats
 from zonal.report import search as report
 from zonal.store import read_json
@@ -43,7 +43,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class SearchOptions(SearchSettings):
+class SearchOptions(RunOptions, SearchSettings):
     """Search over operators and parameters on one task."""
 
     operator: str = "softmax"
@@ -69,14 +69,6 @@ class SearchOptions(SearchSettings):
     """Continue the search in this folder; no other settings are needed."""
     title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
     """Heading of the page."""
-    device: str = "cpu"
-    """cpu, cuda or cuda:1."""
-    threads: Annotated[
-        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
-    ] = None
-    """Processor threads of each run."""
-    task: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=lambda: TrainingOptions(tensorboard=False))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +12,10 @@ import tyro
 
 from zonal import tasks
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
+from zonal.cli.options import ModelOptions, RunOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
-from zonal.limits import RATE, SEED, THREADS
+from zonal.limits import RATE, SEED
 from zonal.models import ModelConfig, build, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
@@ -39,7 +39,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(RunOptions):
     """Train one model."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
@@ -57,15 +57,6 @@ class Train:
         tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)"),
     ] = None
     """Folder for all files."""
-    device: str = "cpu"
-    """cpu, cuda or cuda:1."""
-    threads: Annotated[
-        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
-    ] = None
-    """Processor threads."""
-    task: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 def defaults(words: Sequence[str]) -> Train | None:

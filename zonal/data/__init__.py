@@ -1,7 +1,7 @@
 """Texts, tokenisers and token streams on disk. Nothing here needs a model."""
 
+from zonal.cache import cache_folder
 from zonal.data import tokenizers
-from zonal.data.cache import cache_folder
 from zonal.data.corpora import Source, novel, open_source
 from zonal.data.permutation import permuted
 from zonal.data.prepare import cached_corpus, pretokenise

@@ -7,8 +7,8 @@ import json
 import os
 from pathlib import Path
 
+from zonal.cache import cache_folder
 from zonal.data import corpora, shards
-from zonal.data.cache import cache_folder
 from zonal.data.shards import Corpus
 from zonal.data.tokenizers import Tokenizer
 from zonal.errors import ArgumentError

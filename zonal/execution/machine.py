@@ -31,7 +31,7 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Count
 from zonal.algebra.link import Gegenbauer
 from zonal.algebra.score import Cosine
-from zonal.data.cache import VARIABLE, cache_folder
+from zonal.cache import VARIABLE, cache_folder
 from zonal.errors import FileFormatError
 from zonal.execution.call import prepare
 from zonal.execution.paths import tile

@@ -38,6 +38,7 @@ class Route:
     cuda: True = for CUDA devices only, False = for all others only, None = for any.
     runner: the kernel with everything that follows from a call except q, k and v, as a ``Plan`` keeps it; None when a
         call needs more than the kernel.
+    sources: the C++ sources of ``zonal/kernels/cpp`` that it runs.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Route:
     family: str = ""
     cuda: bool | None = None
     runner: "Callable[[Call], Runner | None] | None" = None
+    sources: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -201,28 +203,33 @@ _TORCH = 5e10
 _TILES, _DISTANCES, _SUMS, _RIDGE, _STEPS, _RIDGE_STEPS, _SPARSE = 1.1e11, 6e10, 1.15e11, 1.4e11, 5e10, 2e10, 6e10
 ROUTES: tuple[Route, ...] = (
     Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
-    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", False),
+    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", False,
+          sources=("tile", "tile_bf16")),
     Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", True),
-    Route("tiled", "C++ distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", False),
+    Route("tiled", "C++ distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", False,
+          sources=("distance", "distance_wide")),
     Route("tiled", "Triton distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", True),
     Route("tiled", "torch", _torch_tiles, work.tiles, _whole(tiled.tiled), _TORCH, "sums"),
-    Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _TILES, "plan"),
+    Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _TILES, "plan",
+          sources=("tile",)),
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
     Route("tiled", "torch tree", _never, work.tree, _whole(tree.hierarchical), _TORCH, "tree"),
-    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", False, sums.runner),
+    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", False, sums.runner,
+          ("sums",)),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
-    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", False, ridge.runner),
+    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", False, ridge.runner,
+          ("ridge",)),
     Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", True),
     Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
     Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
     Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
-          False),
+          False, sources=("decode",)),
     Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
-          _RIDGE_STEPS, "ridge", False),
+          _RIDGE_STEPS, "ridge", False, sources=("ridge_decode",)),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
     Route("sparse", "C++", sparse.kernel_refusal, work.compiled_candidates, _whole(sparse.compiled), _SPARSE, "",
-          False),
+          False, sources=("sparse",)),
     Route("sparse", "torch", _never, work.candidates, _whole(sparse.by_torch), _TORCH),
 )  # fmt: skip
 """Every implementation; of one path the first that does not refuse comes first where estimates are equal."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from zonal.data.cache import cache_folder
+from zonal.cache import cache_folder
 from zonal.errors import MissingKernelsWarning
 from zonal.formula import Formula
 from zonal.kernels import build as recipe

@@ -36,7 +36,7 @@ from zonal.training.environment import (
 )
 from zonal.training.folder import claimed
 from zonal.training.loop import train
-from zonal.training.parallel import run_in_processes
+from zonal.training.parallel import finished, run_in_processes
 from zonal.training.plan import StepPlan, Timing, decide_steps, estimate, measure
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
@@ -283,19 +283,3 @@ class Comparison:
 def _out_of_memory(error: RuntimeError) -> bool:
     # on the CPU torch raises a bare RuntimeError
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def finished(run: PlannedRun, record: RunResult, *, skipped: bool = False) -> events.RunFinished:
-    """The event that ends ``run``."""
-    return events.RunFinished(
-        run.name,
-        run.operator,
-        run.label,
-        run.seed,
-        run.learning_rate,
-        record.status,
-        record.message,
-        record.steps_done,
-        record.final,
-        skipped,
-    )
