@@ -21,6 +21,7 @@ from zonal.algebra.anchor import PlanAnchor, plan
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution.call import prepare
 from zonal.execution.paths import transport
+from zonal.kernels import native as native_kernels
 
 RULES: dict[str, PlanAnchor] = {
     "balanced": anchor.Plan(tolerance=1e-13),
@@ -439,3 +440,9 @@ def test_queries_with_one_key_have_finite_gradients(spec: str, case: str, biased
     for (_, dtype), grads in found.items():
         for one, other in zip(exact, grads, strict=True):
             assert (one - other).abs().max() < (1e-9 if dtype == torch.float64 else 1e-5) * (1 + one.abs().max())
+
+
+@pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
+def test_the_kernel_makes_the_passes_of_a_dot_product() -> None:
+    page = zonal.explain(m.sinkhorn(), (1, 4, 600, 16))
+    assert str(page.plan.routes[0]) == "tiled, C++ plan"

@@ -58,7 +58,13 @@ def refusal(call: Call) -> str | None:
             f"key dimensions must be at most {LARGEST - 2} and value dimensions {LARGEST - 1}, "
             f"this call has {call.shape[4]} and {call.shape[5]}"
         )
-    return tile.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
+    return tile.refusal(_as_rows(call))
+
+
+def _as_rows(call: Call) -> Call:
+    """Row attention with the call's scores, as the kernel makes the passes."""
+    bound, tags = replace(call.bound, anchor=Row()), call.tags._replace(reduction="row")
+    return replace(call, bound=bound, tags=tags, bias=Bias(slope=call.bias.slope))
 
 
 def compiled(call: Call) -> Tensor:
