@@ -75,14 +75,37 @@ EXTRA = (
 )  # fmt: skip
 
 
-def held_out() -> list[Case]:
-    """The calls of the benchmark."""
+# other shapes, on which the rates and counts of the planner were set
+DEVELOPMENT = (
+    (2, 8, 8, 32, 32, 32, True, False), (8, 4, 4, 100, 100, 32, True, True), (1, 8, 2, 200, 200, 64, True, False),
+    (1, 8, 8, 512, 512, 48, False, False), (1, 4, 4, 1000, 1000, 32, True, True),
+    (1, 8, 8, 2000, 2000, 32, True, False), (4, 8, 8, 1, 2000, 64, True, False), (1, 2, 2, 700, 700, 16, True, False),
+    (6, 8, 8, 16, 300, 40, True, False),
+)  # fmt: skip
+DEVELOPMENT_AFTER = (
+    (2, 4, 4, 1, 64, 400), (1, 8, 8, 8, 48, 2000), (1, 8, 8, 64, 16, 1000), (1, 8, 4, 200, 32, 200),
+    (4, 8, 8, 1, 24, 4000),
+)  # fmt: skip
+
+
+def _product(shapes: tuple[tuple[Any, ...], ...], after: tuple[tuple[int, ...], ...]) -> list[Case]:
     cases = [
         Case(spec, *shape[:6], causal=shape[6] or spec == "retention", gradients=shape[7])
-        for spec, shape in itertools.product(SPECS, SHAPES)
+        for spec, shape in itertools.product(SPECS, shapes)
     ]
-    cases += [Case(spec, b, h, kv, t, t, d, past=past) for spec in SPECS for b, h, kv, t, d, past in AFTER]
-    return cases + [Case(spec, *shape[:6], causal=shape[6], gradients=shape[7]) for spec, *shape in EXTRA]
+    return cases + [Case(spec, b, h, kv, t, t, d, past=past) for spec in SPECS for b, h, kv, t, d, past in after]
+
+
+def development() -> list[Case]:
+    """The calls on which the rates and counts of the planner were set: none of them is held out."""
+    return _product(DEVELOPMENT, DEVELOPMENT_AFTER)
+
+
+def held_out() -> list[Case]:
+    """The calls of the benchmark."""
+    return _product(SHAPES, AFTER) + [
+        Case(spec, *shape[:6], causal=shape[6], gradients=shape[7]) for spec, *shape in EXTRA
+    ]
 
 
 class Inputs:
@@ -193,12 +216,13 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument(
         "--budget", type=float, default=0.1, help="seconds for each path of a call (default: %(default)s)"
     )
+    made.add_argument("--development", action="store_true", help="the calls that rates were set on; writes no record")
     made.add_argument("--part", default="1/1", help="only the first, second, … of so many parts: 2/3")
     options = made.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
     number, parts = (int(x) for x in options.part.split("/"))
-    cases = held_out()[number - 1 :: parts]
+    cases = (development() if options.development else held_out())[number - 1 :: parts]
     if options.quick:
         cases = [case for case in cases if case.queries * case.keys <= 64 * 64][:6]
     rows = []
@@ -223,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine.to_dict(),
         "note": machine.note,
     }
-    part = options.quick or parts > 1
+    part = options.quick or options.development or parts > 1
     about = (__doc__ or "").partition("\n")[0]
     common.report("-" if part else options.out, "planner", about, settings, rows, summary, start)
     return 0 if share >= REQUIRED or part else 1

@@ -93,6 +93,7 @@ def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
 def test_the_calls_of_the_planner_s_benchmark() -> None:
     """At least sixty different calls, a third of which go on from a memory."""
     cases = planner.held_out()
+    assert not set(cases) & set(planner.development())
     assert len(cases) == len({str(case) for case in cases}) >= 60
     assert {case.spec for case in cases} == {*planner.SPECS}
     assert sum(case.past is not None for case in cases) >= len(cases) / 3

@@ -357,12 +357,7 @@ def prepare(
         head_dim=q.shape[3],
         shared=shared if shared[0] is not q else None,
         marginals=marginals_of(
-            operator,
-            seen,
-            (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
-            q.device,
-            compute,
-            masses,
+            operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, masses
         ),
     )
 
