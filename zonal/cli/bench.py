@@ -14,8 +14,9 @@ import zonal
 from zonal.errors import FileFormatError, unknown_name
 
 DESCRIPTION = """\
-Run a benchmark; it checks correctness first, prints ratios against a named peer and writes JSON. What follows the name
-is passed on to it. Without a name, lists the benchmarks. They come with the source tree, not with an installed package.
+Run a benchmark. It first checks correctness, then prints ratios to a named peer and writes JSON. Arguments after the
+name are passed to the benchmark. Without a name, the command lists the benchmarks. They are part of the source tree,
+not of an installed package.
 
 Examples:
   zonal bench
@@ -28,7 +29,7 @@ class Bench:
     """Run a benchmark."""
 
     name: Annotated[str, tyro.conf.Positional] = ""
-    """Which one; without a name they are listed."""
+    """Name of the benchmark. Without it, the command lists all."""
 
 
 def folder() -> Path:

@@ -24,7 +24,7 @@ class Build:
     """Compile the CPU kernels."""
 
     again: bool = False
-    """Compile what is there already, too."""
+    """Also compile kernels that are already compiled."""
 
 
 def routes_of(source: str) -> str:

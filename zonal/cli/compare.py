@@ -46,17 +46,17 @@ class Compare(RunOptions):
     """Compare attention operators on one task."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper (an unknown name lists them) or a recipe.json; fills in options that are not given."""
+    """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
     """Operators, separated by commas: NAME or NAME(argument=value, ...), or a list of layers as [mamba2*3, ska]."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
-    """A named model, such as echo-1M, in place of the model's options; without --operators, its layers, too."""
+    """A named model, such as echo-1M, in place of the model options. Without --operators, also its layers."""
     seeds: str = "1"
-    """The number of seeds, or a list of seeds such as 0,1,2 (`7,` is the one seed 7)."""
+    """The number of seeds, or a list of seeds such as 0,1,2. A single seed 7 is `7,`."""
     budget: Annotated[
         str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")
     ] = None
-    """Wall-clock time for everything (90s, 10m, 2h). Every run gets the same number of steps."""
+    """Wall-clock time for the whole comparison, such as 90s, 10m or 2h. Every run gets the same number of steps."""
     learning_rates: str = "3e-3"
     """Learning rates to try, the same for every operator."""
     out: Annotated[
@@ -71,7 +71,7 @@ class Compare(RunOptions):
     title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
     """Heading of the report."""
     jobs: Annotated[int, PROCESSES] = 1
-    """Runs at a time, each in its own process. Their times are comparable only among themselves."""
+    """Runs at a time, each in its own process. Compare speeds only within such a comparison."""
 
 
 def defaults(words: Sequence[str]) -> Compare | None:

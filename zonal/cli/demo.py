@@ -65,9 +65,9 @@ class Demo:
     """Compare five operators on two tasks."""
 
     budget: str | None = None
-    """Wall-clock time for everything, such as 20m; without one the demo's own numbers of steps are made."""
+    """Wall-clock time for the whole demo, such as 20m. None: a fixed number of steps."""
     seeds: str = "1"
-    """How many seeds; more of them make the spread known."""
+    """Number of seeds. With more than one, the page shows the spread."""
     out: Path = Path("runs/demo")
     """Folder for all files."""
 

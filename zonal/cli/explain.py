@@ -24,12 +24,12 @@ from zonal.report import formats
 
 DESCRIPTION = """\
 Print how an operator would run on a shape: the chosen path and the reason, estimates for every path that can run, why
-the others were refused, the memory of one sequence, and the assumptions of the operator. Nothing of that size is
-allocated. The first call on a machine measures its speed, which takes some seconds.
+the others were refused, the memory of one sequence, and the assumptions of the operator. It allocates no tensors of
+that shape. The first call on a machine measures its speed, which takes some seconds.
 
-With --model, describe the heads of a trained model: which share of a head's scores depends on the query alone, on the
-key alone, and on a dot product of few numbers; which share the weights do not depend on (gauge); and by how much the
-weights change when the rest is left out. --out writes a page with pictures.
+With --model, describe the heads of a trained model: the shares of the scores that depend only on the query, only on
+the key, and on a dot product of few numbers; the share that does not affect the weights (gauge); and how much the
+weights change without the rest. --out writes a page with pictures.
 
 With --tree, print the steps that lead to each mechanism from the full interaction of all tokens.
 
@@ -59,7 +59,7 @@ class Explain:
     causal: bool = False
     """Each query sees only its own and earlier keys."""
     gradients: bool = False
-    """Count the backward pass too."""
+    """Include the backward pass."""
     key_padding: bool = False
     """The call has a mask of padded keys."""
     memory: Annotated[

@@ -37,19 +37,19 @@ class ModelLook:
     layer: Annotated[
         int | None, Between(1, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
     ] = None
-    """Of the model's layers the one with this number, from 1."""
+    """Only this layer of the model, counted from 1."""
     text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: what was held out)")] = None
-    """What the model reads; text, or token numbers for a model that was not trained on text."""
+    """The input of the model: text, or token numbers for a model that was not trained on text."""
     sequences: Annotated[int, Between(1, 4096)] = 2
-    """Without --text: how many held-out sequences it reads."""
+    """Without --text: the number of held-out sequences to read."""
     length: Annotated[int, Between(1, 4096)] = 128
-    """At most so many tokens of each."""
+    """The largest number of tokens per sequence."""
     ranks: str = "1,2,4"
-    """How many numbers of a query and a key may meet."""
+    """Ranks of the dot products that are fitted to the scores."""
     refine: Annotated[int, Between(0, 100_000)] = 30
-    """Steps by which each rank is fitted to the weights; 0 for none."""
+    """Steps of fitting each rank to the weights; 0 for none."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
-    """Draw it too: a page with shares, singular values and maps of the first sequence."""
+    """Also write a page with shares, singular values and maps of the first sequence."""
 
 
 @dataclass(frozen=True)

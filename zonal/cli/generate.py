@@ -37,15 +37,15 @@ class Generate:
     model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")] = None
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
     prompt: str = ""
-    """The beginning; text, or token numbers for a model that was not trained on text."""
+    """The prompt: text, or token numbers for a model that was not trained on text."""
     max_new_tokens: Annotated[int, Between(0, 1_000_000_000)] = 200
     """Stop after this many tokens."""
     temperature: Annotated[float, Between(0, 1e6)] = 1.0
-    """Below 1 more predictable, above 1 more varied, 0 always the likeliest token."""
+    """Divides the logits. Below 1: more predictable; above 1: more varied; 0: always the most likely token."""
     top_k: Annotated[int | None, COUNT, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
-    """Draw only from this many likeliest tokens."""
+    """Draw only from this many most likely tokens."""
     top_p: Annotated[float | None, SHARE, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Draw from the most likely tokens that together have this probability."""
     stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None
     """End where this text has been generated."""
     seed: Annotated[

@@ -18,9 +18,9 @@ from zonal.models import CausalLM, ModelConfig, layer_list
 from zonal.theory import influence
 
 DESCRIPTION = """\
-Print which inputs can influence which outputs of a causal model, and the fewest layers that this takes. A single
-operator is repeated until more layers add nothing; a list is used as given. Inputs outside the printed range cannot
-matter, whatever the weights. Inputs inside it can, but need not.
+Print which inputs can influence which outputs of a causal model, and the least number of layers that this takes. A
+single operator is repeated until more layers add nothing; a list is used as given. Inputs outside the printed range
+cannot matter, whatever the weights. Inputs inside it need not matter.
 
 Examples:
   zonal influence --window 64 --tokens 512
@@ -38,11 +38,11 @@ class Influence:
     """Say which inputs can reach which outputs."""
 
     operator: str = "softmax"
-    """One operator or recurrence, repeated; or a list with one per layer, NAME*3 for three."""
+    """One operator or recurrence, which is repeated, or a list with one per layer; NAME*3 stands for three."""
     window: Annotated[
         int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
     ] = None
-    """In place of an operator: softmax that sees so many tokens back."""
+    """In place of an operator: softmax with a window of this many tokens."""
     conv: Annotated[int, Between(0, 4096)] = 0
     """Width of the short convolution before the projections of attention; 0 for none."""
     tokens: Annotated[int, Between(1, 4096)] = 256

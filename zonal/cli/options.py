@@ -29,12 +29,12 @@ _KINDS = {
 @dataclass(frozen=True)
 class _TaskName:
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(required)")] = None
-    """text, mqar, mixed, needle, sexpr, hypernyms, ... ; without it they are listed."""
+    """Name of the task, such as text, mqar or needle. Without it, the command lists all tasks."""
 
 
 @dataclass(frozen=True)
 class TaskOptions(tasks.TaskSettings, _TaskName):  # fields of the last base come first
-    """What is learned."""
+    """The task."""
 
     def resolve(self, command: str) -> tasks.Task:
         """The task. Raises: ArgumentError for an unknown or unsuitable option, FileFormatError for unusable data."""
@@ -77,7 +77,7 @@ class TrainingOptions(TrainSettings):
     batch_size: Annotated[int, SIZE] = 32
     """Sequences per step."""
     curriculum: str | None = None
-    """Open rewa's gates (sphere, plane, hyperbolic, all) one by one, the last three at these fractions of the run."""
+    """Fractions of the run at which the gates of rewa open after the sphere: plane, hyperbolic space, all."""
 
     def config(self, steps: int, learning_rate: float, seed: int) -> TrainConfig:
         """The settings of one run."""

@@ -47,17 +47,17 @@ class SearchOptions(RunOptions, SearchSettings):
     """Search over operators and parameters on one task."""
 
     operator: str = "softmax"
-    """Where the search begins: one operator for all layers, or a list with one per layer."""
+    """Start of the search: one operator for all layers, or a list with one per layer."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Learning rate at the start."""
     seeds: str = "2"
-    """How many seeds every regime is trained with, or a list such as 0,1,2."""
+    """Seeds per regime, as a number or a list such as 0,1,2."""
     moves: str = ",".join(KINDS)
     """Kinds of moves."""
     palette: str = ",".join(PALETTE)
     """The operators that a placement move may put into a layer."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
-    """Time of training and evaluation, summed over all runs (90s, 10m, 2h). A rung begins when it should fit."""
+    """Time of training and evaluation of all runs, such as 10m or 2h. A rung starts only if it should fit."""
     workers: Annotated[int, PROCESSES] = 1
     """Regimes trained at a time. More than one needs Ray Tune (pip install 'zonal[search]')."""
     out: Annotated[

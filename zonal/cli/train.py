@@ -43,7 +43,7 @@ class Train(RunOptions):
     """Train one model."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper (an unknown name lists them) or a recipe.json; fills in options that are not given."""
+    """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operator: str = "softmax"
     """One operator (or mamba2, mesanet, ...) for all layers, or a list with one per layer; NAME*3 means three."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None

@@ -22,24 +22,23 @@ class ModelSettings:
     """The settings of a decoder that ``ModelConfig`` and the command line share, as keywords."""
 
     kv_heads: Annotated[int | None, Between(1, 4096)] = None
-    """Key and value heads; fewer than heads shares them between heads. None: as heads."""
+    """Key and value heads. Fewer than heads: query heads share them. None: as heads."""
     head_dim: Annotated[int | None, SIZE] = None
     """Size per head. None: dim / heads."""
     qk_dim: Annotated[int | None, SIZE] = None
-    """Size of queries and keys per head. None: what the operator asks for, or head_dim."""
+    """Size of queries and keys per head. None: the size that the operator declares, or head_dim."""
     mlp: Mlp = "swiglu"
-    """The part between attention layers: three matrices (swiglu, koopman-gated), two (koopman), or a mixture of SwiGLUs
-    (experts)."""
+    """Feed-forward layer: three matrices (swiglu, koopman-gated), two (koopman), or a mixture of SwiGLUs (experts)."""
     mlp_ratio: Annotated[float, Between(1e-6, 1024)] = 8 / 3
-    """Hidden size of the mlp, or of each expert, over dim; rounded up to a multiple of 8."""
+    """Hidden size of the mlp, or of each expert, divided by dim; rounded up to a multiple of 8."""
     experts: Annotated[int, Between(1, 4096)] = 8
-    """With mlp experts: feed-forward layers of a block."""
+    """With mlp experts: number of experts per block."""
     experts_per_token: Annotated[int, Between(1, 4096)] = 2
-    """With mlp experts: how many of them each token uses."""
+    """With mlp experts: experts per token."""
     rotary: bool = False
-    """Rotary positions in every layer of attention."""
+    """Use rotary positions in every attention layer."""
     rotary_base: Annotated[float, Between(1e-6, 1e12)] = 10000.0
-    """Wavelength base of rotary positions."""
+    """Base of the wavelengths of rotary positions."""
     qk_norm: bool = False
     """Normalise queries and keys by RMSNorm."""
     residual: Residual = "pre"
@@ -47,10 +46,9 @@ class ModelSettings:
     norm_eps: Annotated[float, RATIO] = 1e-6
     """ε of the norms."""
     init_std: Annotated[float, RATIO] = 0.02
-    """Standard deviation of initial weights, divided by √(2 · layers) for projections into the residual stream. Use a
-    larger one, such as 0.125, with residual post."""
+    """Standard deviation of initial weights; of output projections, divided by √(2 · layers). Residual post: 0.125."""
     tie_embeddings: bool = True
-    """Use the embedding as output layer, too."""
+    """Use the embedding matrix also as the output layer."""
 
 
 @known_names

@@ -24,33 +24,33 @@ class TrainSettings:
     """The settings of a run that ``TrainConfig`` and the command line share, as keywords."""
 
     accumulate: Annotated[int, SIZE] = 1
-    """Run a batch in this many equal parts: less memory, more time, the same gradient."""
+    """Split each batch into this many parts, which saves memory and takes more time. The gradient is the same."""
     weight_decay: Annotated[float, Between(0, 1000)] = 0.1
-    """Decoupled weight decay of matrices."""
+    """Weight decay of AdamW, applied to matrices only."""
     warmup_ratio: Annotated[float, SHARE] = 0.1
     """Share of the steps during which the learning rate rises."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
-    """Last learning rate, as a fraction of the highest."""
+    """Final learning rate, as a fraction of the highest."""
     clip: Annotated[float | None, RATIO] = 1.0
-    """Largest norm of the gradient. None: any."""
+    """Clip the gradient to this global norm. None: no clipping."""
     dtype: Dtype = "float32"
     """Number format. bfloat16 keeps parameters and optimiser in float32 and runs the model under autocast."""
     eval_every: Annotated[int | None, STEPS] = None
-    """Steps between evaluations; there is always one at the end. None: ten evaluations a run."""
+    """Steps between evaluations; there is always one at the end. None: ten evaluations per run."""
     eval_batch_size: Annotated[int | None, SIZE] = None
-    """Sequences per step of evaluation. None: as many as are trained at a time."""
+    """Sequences per evaluation step. None: as many as per part of a training batch."""
     transfer_piece: Annotated[int | None, TOKENS] = None
     """After training, read long test sequences this many tokens at a time, from the model's memory. None: whole."""
     stop_at_accuracy: Annotated[float | None, SHARE] = None
     """End a run at the first evaluation with this accuracy. None: never."""
     checkpoint_every: Annotated[int | None, STEPS] = None
-    """Steps between checkpoints. None: by time alone."""
+    """Steps between checkpoints. None: only by time."""
     checkpoint_seconds: Annotated[float | None, Between(0, 1e9)] = 60.0
-    """Seconds between checkpoints; there is always one when a run stops or ends. None: by steps alone."""
+    """Seconds between checkpoints; there is always one when a run stops or ends. None: only by steps."""
     keep_best: bool = False
     """Also keep the weights of the best evaluation, in best.safetensors."""
     log_every: Annotated[int, STEPS] = 1
-    """Steps between lines of metrics.jsonl; each has the mean loss since the last."""
+    """Steps between lines of metrics.jsonl. Each line has the mean loss since the last one."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
 

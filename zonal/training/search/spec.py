@@ -33,25 +33,23 @@ class SearchSettings:
     rounds: Annotated[int, Between(1, 100_000)] = 8
     """The largest number of rounds. Each round decides on the best of some moves."""
     width: Annotated[int, Between(1, 1024)] = 4
-    """Moves drawn in a round, out of where the search stands."""
+    """Moves tried per round."""
     rungs: Annotated[int, Between(1, 64)] = 2
-    """Rungs of successive halving; the last has all steps. Each rung is trained anew, since a schedule belongs to a
-    number of steps."""
+    """Rungs of successive halving; the last one has all steps. Each rung starts training from the beginning."""
     eta: Annotated[int, Between(2, 1024)] = 2
     """Each rung trains this many times as long as the one before, and one in this many regimes continues."""
     measure: Measure = "metric"
-    """What a regime is judged by, smaller being better: the task's own number (1 - accuracy, or the loss), the held-out
-    loss, or the steps to the target (all steps of the rung for a run that does not get there)."""
+    """The number to minimise: that of the task (1 - accuracy, or loss), the held-out loss, or steps to the target."""
     target: Annotated[float, SHARE] = 0.9
     """With measure steps: the accuracy."""
     rule: Rule = "threshold"
-    """When the search goes to the best of a round, by the effort of the move, its mean difference in the measure."""
+    """The rule for accepting a move by its effort, the mean difference in the measure."""
     threshold: Annotated[float, Between(-1e6, 1e6)] = 0.0
-    """With rule threshold: the largest effort that is accepted; 0 takes what is not worse."""
+    """With rule threshold: the largest effort that is accepted. 0 accepts moves that are not worse."""
     temperature: Annotated[float, RATIO] = 0.02
     """With rule metropolis: an effort e is accepted with probability min(1, exp(-e / temperature))."""
     draw: Annotated[int, SEED] = 0
-    """Seed of the search's own draws: which moves, and whether a worse one is accepted."""
+    """Seed of the search itself: which moves are tried, and whether a worse one is accepted."""
 
 
 @dataclass(frozen=True)
