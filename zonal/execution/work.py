@@ -34,8 +34,8 @@ _COLUMN, _BLOCK = 16, 64
 _FEW = 16
 # multiply-adds that a feature of a token costs by itself in the kernel of sums
 _FEATURE = 8.0
-# multiply-adds that a token of a head costs by itself in the kernel of sums
-_TOKEN = 3000.0
+# a token of a head costs by itself, in the kernel of sums, as much as to move so many numbers
+_TOKEN = 320.0
 # Iterations of a plan and of its gradient's linear system. The true numbers depend on the scores: these are guesses.
 _ITERATIONS, _SOLVES = 10, 8
 
@@ -273,15 +273,14 @@ def compiled_sums(s: Shape) -> Work:
     back = ratio * states + inside * (3 * s.dim + 2 * s.width)
     if not s.past and not s.keeps and whole * pair < done:
         done, back, features = whole * pair, whole * (3 * s.dim + 2 * s.width), 0
-    numbers = s.batch * (s.heads * s.queries + s.kv_heads * s.keys) * (s.dim + s.value_dim)
     state = kv * features * float(s.width)
     tasks = kv * s.documents
-    moved = _PACKED * numbers + (6 * state if s.past or s.keeps else 0)
+    tokens = s.batch * (s.heads * s.queries + s.kv_heads * s.keys)
+    moved = (_PACKED * (s.dim + s.value_dim) + _TOKEN) * tokens + (6 * state if s.past or s.keeps else 0)
     peak = s.batch * s.heads * s.queries * (s.value_dim + 1.0) + state * (s.keeps + 1 / max(kv, 1))
     if s.gradients:
         peak += s.batch * (s.heads * s.queries * s.dim + s.kv_heads * s.keys * (s.dim + s.value_dim))
     multiply_adds = kv * s.documents * (done + s.gradients * back)
-    multiply_adds += _TOKEN * s.batch * (s.heads * s.queries + s.kv_heads * s.keys) * s.back
     # where there are few heads the kernel shares out the values of each
     tasks = tasks * max(1, s.value_dim // 8) if tasks < 8 else tasks
     launches = 33.0 + 200 * s.gradients
