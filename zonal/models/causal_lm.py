@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.models import files
@@ -16,10 +15,10 @@ from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.decoder import ModelDecoder
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
-from zonal.models.parts import history_of, mlp_of
+from zonal.models.parts import LanguageModel, rotary_of
 from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
-from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary, TokenMixer
+from zonal.nn import Attention, Records, Rotary, TokenMixer
 from zonal.nn.memory import Past, load_memories
 
 IGNORE = -100
@@ -54,7 +53,7 @@ class Continued(NamedTuple):
 
 
 @known_names
-class CausalLM(nn.Module):
+class CausalLM(LanguageModel):
     """Embedding, residual blocks, norm, output head.
 
     ``zonal.models.build(config, seed)`` makes a model whose initial weights are the same for every operator. The
@@ -64,25 +63,15 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self._known_origin: tuple[tuple[tuple[int, int], ...], str] | None = None
-        # one table of angles for all layers: Rotary holds no parameter
-        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(
-                mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
-                mlp_of(config),
-                config.norm_eps,
-                config.residual,
-                records,
-            )
-            for records, (spec, width) in enumerate(zip(config.layers, config.conv_widths, strict=True), start=1)
+        rotary = rotary_of(config)
+        super().__init__(
+            config,
+            (
+                mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary))
+                for spec, width in zip(config.layers, config.conv_widths, strict=True)
+            ),
         )
-        self.history = history_of(config)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._known_origin: tuple[tuple[tuple[int, int], ...], str] | None = None
         self.reset_parameters()
 
     def _attention(
@@ -102,20 +91,6 @@ class CausalLM(nn.Module):
             kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
             qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
         )  # fmt: skip
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, and the random features of operators. With a seed, each is drawn from a stream named by its
-        qualified name.
-        """
-        config = self.config
-        draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
-        draws.normal_(self.embedding.weight, "embedding.weight")
-        for index, block in enumerate(self._blocks()):
-            block.reset_parameters(draws.child(f"blocks.{index}"))
-        self.history.reset_parameters()
-        self.norm.reset_parameters()
-        if self.head is not None:
-            draws.normal_(self.head.weight, "head.weight")
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -535,17 +510,6 @@ class CausalLM(nn.Module):
             hidden, layers = self._read(tokens[:, part], layers, None if mask is None else mask[:, part], path)
             found.append(self.norm(hidden))
         return torch.cat(found, dim=1)
-
-    def _blocks(self) -> Iterator[Block]:
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block
-
-    def _head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._head_weight())
 
     def _check_tokens(self, call: str, tokens: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):

@@ -1,22 +1,21 @@
 """An encoder of text, in which every layer sees the whole text, so anchors may couple queries, as plans do."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import operators_in
-from zonal.models.parts import history_of, mlp_of
+from zonal.models.parts import LanguageModel, rotary_of
 from zonal.names import known_names
-from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary
+from zonal.nn import Attention, Records
 
 _UNSUPERVISED = -100
 
 
 @known_names
-class TextEncoder(nn.Module):
+class TextEncoder(LanguageModel):
     """Embedding, residual blocks of bidirectional attention, norm, and an output head, tied to the embedding by
     default.
 
@@ -31,7 +30,6 @@ class TextEncoder(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = None) -> None:
-        super().__init__()
         one_way = [spec for spec in config.layers if operators_in(spec) != (spec,)]
         if one_way or any(config.conv_widths):
             raise ArgumentError(
@@ -43,40 +41,18 @@ class TextEncoder(nn.Module):
             raise ArgumentError(
                 "TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out."
             )
-        self.config = config
-        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(
+        rotary = rotary_of(config)
+        super().__init__(
+            config,
+            (
                 Attention(
                     config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.size_of_head,
-                    qk_dim=config.qk_dim, rotary=rotary,
-                    qk_norm=config.qk_norm, causal=False,
-                ),
-                mlp_of(config),
-                config.norm_eps,
-                config.residual,
-                records,
-            )
-            for records, spec in enumerate(config.layers, start=1)
+                    qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, causal=False,
+                )
+                for spec in config.layers
+            ),
         )  # fmt: skip
-        self.history = history_of(config)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters(seed)
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights except those of the operators."""
-        config = self.config
-        draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
-        draws.normal_(self.embedding.weight, "embedding.weight")
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            block.reset_parameters(draws.child(f"blocks.{index}"))
-        self.history.reset_parameters()
-        self.norm.reset_parameters()
-        if self.head is not None:
-            draws.normal_(self.head.weight, "head.weight")
 
     def hidden(
         self,
@@ -112,10 +88,7 @@ class TextEncoder(nn.Module):
         path: str = "auto",
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) for the token at each position, for example a masked one."""
-        return F.linear(
-            self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path),
-            self._head_weight(),
-        )
+        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, path: str = "auto") -> Tensor:
         """tokens (B, T) -> the mean over real tokens, (B, dim)."""
@@ -145,9 +118,6 @@ class TextEncoder(nn.Module):
         supervised = targets != _UNSUPERVISED
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
         return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
-
-    def _head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
 
 
 __all__ = ["TextEncoder"]
