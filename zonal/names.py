@@ -116,7 +116,7 @@ def known_names(subject: T) -> T:
 
     @functools.wraps(function)
     def checked(*args: Any, **given: Any) -> Any:
-        if not valid.issuperset(given):
+        if given and not valid.issuperset(given):
             raise unknown_argument(call, next(name for name in given if name not in valid), known)
         return function(*args, **given)
 

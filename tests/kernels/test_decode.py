@@ -26,7 +26,7 @@ from zonal.execution.paths.steps import SumsSteps
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
 from zonal.kernels.decode import FAMILY, Decoder, DecodeSpec
-from zonal.memory import FeatureSums
+from zonal.memory.sums import Sums
 from zonal.models import ModelConfig
 from zonal.models import build as build_model
 
@@ -49,6 +49,11 @@ KINDS: dict[str, Callable[[], Operator]] = {
     ),
     "linear": m.linear,
     "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
+    "retention": m.retention,
+    "retention-strict": lambda: m.retention().replace(
+        prior=(prior.Decay((0.8, 0.95)), prior.Causal(include_self=False))
+    ),
+    "squared_affine-decay": lambda: m.squared_affine().replace(prior=prior.Decay((0.7, 0.9))),
     "slay": lambda: m.slay(scale="small"),
     "hedgehog": lambda: m.hedgehog(size=6),
 }
@@ -112,8 +117,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     called: list[int] = []
     original = SumsSteps.run
 
-    def counted(steps: SumsSteps, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        y = original(steps, q, k, v)
+    def counted(steps: SumsSteps, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        y = original(steps, q, k, v, log_decay)
         called.extend([] if y is None else [q.shape[2]])
         return y
 
@@ -146,8 +151,8 @@ def test_steps_equal_the_definition(
         other, without = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
     assert y.dtype == dtype
-    assert isinstance(memory, FeatureSums)
-    assert isinstance(without, FeatureSums)
+    assert isinstance(memory, Sums)
+    assert isinstance(without, Sums)
     assert memory.count == without.count == sum(PIECES)
     cancels = room(double, exact[0], exact[1])
     for got, torchs, true, factor in ((y, other, truth, cancels), (memory.state, without.state, state, torch.ones(()))):
@@ -157,7 +162,26 @@ def test_steps_equal_the_definition(
         assert (error <= 2 * allowed + size * (16 * 2**-23 * factor + torch.finfo(got.dtype).eps)).all()
 
 
-@pytest.mark.parametrize("name", ["squared_affine", "squared_affine-count", "linear", "sko-3"])
+@pytest.mark.parametrize("name", ["squared_affine-raw", "retention", "retention-strict"])
+@torch.no_grad()
+def test_decays_that_tokens_come_with(name: str, steps: list[int]) -> None:
+    """In place of the declared ones; sums without a decay begin to fade with them."""
+    operator = randomised(KINDS[name]()).float()
+    tensors = draw(SHAPES["grouped"], sum(PIECES))
+    decay = -torch.rand(2, 2, sum(PIECES), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth = zonal.attention(*tensors, copy.deepcopy(operator).double(), causal=True, log_decay=decay, path="dense")
+    decoder = Memory.empty(operator, 2, 2, 7, 33).decoder()
+    for start, stop in itertools.pairwise((0, *itertools.accumulate(PIECES))):
+        q, k, v = (x[:, :, start:stop].float() for x in tensors)
+        y = decoder.step(q, k, v, log_decay=decay[:, :, start:stop].float())
+        assert (y - truth[:, :, start:stop]).abs().max() <= 1e-4 * truth.abs().max()
+    memory = decoder.memory()
+    assert steps == list(PIECES)
+    assert memory.kind == "decayed"
+    assert torch.allclose(memory.tensors()["total"], decay.sum(-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["squared_affine", "squared_affine-count", "linear", "sko-3", "retention"])
 def test_steps_are_what_chunked_and_the_verbs_give(name: str) -> None:
     """Two paths and the memory's own absorb and read: one function, and memories that go on from each other."""
     operator = randomised(KINDS[name]()).float()
@@ -333,7 +357,8 @@ def test_tracers_modes_and_masks_go_the_usual_way(steps: list[int]) -> None:
         faded, after = zonal.attention(q, k, v, operator, causal=True, memory=memory, log_decay=bias)
         assert torch.allclose(faded, expected, atol=1e-6)
         assert after.kind == "decayed"
-        assert steps == []
+        assert steps == [1]  # a decay is in the kernel
+        steps.clear()
         lower, _ = zonal.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), operator, causal=True, memory=memory)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(zonal.attention(q, k, v, operator, causal=True, memory=memory)[0], lower)
@@ -409,7 +434,10 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 to 16 new tokens" in reason(m.squared_affine(), steps_path.MOST_TOKENS + 1)
     assert "float64" in reason(m.squared_affine(), dtype=torch.float64)
     assert "kind 'keys'" in reason(m.softmax(), kind="keys")
-    assert "log priors" in reason(m.retention())
+    with torch.no_grad():
+        assert reason(m.retention(), kind="decayed") == "None"
+    assert "no gradients" in reason(m.retention(), kind="decayed")  # its rates are learned
+    assert "key biases" in reason(m.squared_affine(), key_bias=torch.zeros(2, 2, 1))
     assert "key masks" in reason(m.squared_affine(), key_padding_mask=torch.ones(2, 1, dtype=torch.bool))
     assert "whole chunks" in reason(m.squared_affine().replace(prior=prior.ChunkCausal(4)))
     assert "no gradients" in reason(m.squared_affine(learn_bias=True))

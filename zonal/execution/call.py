@@ -194,9 +194,9 @@ def lowered(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
     Raises: ArgumentError, which begins with ``call``, for what is no tensor.
     """
-    for name, x in zip("qkv", (q, k, v), strict=True):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch refuses to answer for meta
         return q, k, v

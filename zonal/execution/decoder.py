@@ -11,7 +11,7 @@ from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, de
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
 from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
-from zonal.memory.decoding import Given
+from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.incoming import prepared
 
 
@@ -25,22 +25,24 @@ class StepDecoder(Decoder):
     def __init__(self, memory: Memory) -> None:
         if not isinstance(memory, Memory):
             raise ArgumentError(f"Decoder: a memory is required, received {type(memory).__name__}.")
-        self.operator, self.form = memory.operator, memory.form
+        self.operator, self.form, self._device = memory.operator, memory.form, memory.form.device.type
         self._held: Memory = memory
         self._steps: SumsSteps | RidgeSteps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
         self._devices = devices_of(memory.operator)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
-        q, k, v = lowered("Decoder.step", q, k, v)
-        q, k = spread(q, k, v)
-        steps = self._steps
-        if steps is not None and given.nothing and steps.takes(q, k, v, scale):
-            y = steps.step(q, k, v)
-            if y is not None:
-                if self._held.parts:
-                    self._held = self._held.recorded(self._held, prepared(self.operator, self.form, k, v))
-                return y
+        steps = self._steps if given is NOTHING else None
+        if steps is None or torch.is_autocast_enabled(self._device) or not steps.takes(q, k, v, scale):
+            q, k, v = lowered("Decoder.step", q, k, v)
+            q, k = spread(q, k, v)
+            if steps is not None and not steps.takes(q, k, v, scale):
+                steps = None
+        y = None if steps is None else steps.step(q, k, v)
+        if y is not None:
+            if self._held.parts:
+                self._held = self._held.recorded(self._held, prepared(self.operator, self.form, k, v))
+            return y
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)
             call = prepare(

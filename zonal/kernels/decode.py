@@ -21,7 +21,9 @@ _OFF = 2
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """The rules of a decoder: y_t = factor_t sum_s l(S_ts) v_s, over the tokens of a memory and those up to t.
+    """The rules of a decoder: y_t = factor_t sum_s D_ts l(S_ts) v_s, over the tokens of a memory and those up to t.
+
+    D_ts is the product of what the tokens after s leave of the past, 1 where nothing fades.
 
     Token t itself is included with include_self only.
 
@@ -77,7 +79,15 @@ class Decoder:
         self._function = FAMILY.load().zonal_decode
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor, into: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor,
+        count: int,
+        padding: Tensor,
+        into: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """y (B, H, T, P) in the type of q, and the state after the tokens, in a new tensor or ``into`` another.
 
@@ -86,7 +96,8 @@ class Decoder:
 
         q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
         or P + 1 with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding
-        included. into: like the state, and may be the state itself.
+        included. into: like the state, and may be the state itself. keep (B, Hkv, T) float32, contiguous: what each
+        token leaves of the state before it; None where nothing fades.
         """
         qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
         if not qs[3] == ks[3] == vs[3] == 1:
@@ -108,6 +119,7 @@ class Decoder:
             dtype is torch.bfloat16, address(state, torch.float32, self._state),
             address(after, torch.float32, self._state), count, address(padding, torch.int64, (batch,)),
             address(y, dtype, (batch, heads, tokens, value_dim)),
+            address(keep, torch.float32, (batch, kv_heads, tokens)),
         )  # fmt: skip
         failed = self._function(self._rules, step)
         if not failed:

@@ -23,9 +23,8 @@ class Given(NamedTuple):
     action_mask: Tensor | None = None
     key_gate: Tensor | None = None
 
-    @property
-    def nothing(self) -> bool:
-        return all(x is None for x in self)
+
+NOTHING = Given()
 
 
 class Decoder(abc.ABC):
@@ -73,12 +72,13 @@ class Decoder(abc.ABC):
         Raises: ArgumentError for shapes and types that do not fit, and where a learned part of the operator has another
         shape than it had.
         """
-        given = Given(key_padding_mask, log_decay, key_bias, action_mask, key_gate)
+        bare = key_padding_mask is log_decay is key_bias is action_mask is key_gate is None
+        given = NOTHING if bare else Given(key_padding_mask, log_decay, key_bias, action_mask, key_gate)
         return self.advance(q, k, v, given, scale)
 
     @abc.abstractmethod
     def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
-        """``step``."""
+        """``step``; ``given`` is ``NOTHING`` where nothing was given."""
 
     @abc.abstractmethod
     def memory(self) -> Any:
@@ -95,4 +95,4 @@ class Decoder(abc.ABC):
         return type(self)(self.memory())
 
 
-__all__ = ["Decoder", "Given"]
+__all__ = ["NOTHING", "Decoder", "Given"]

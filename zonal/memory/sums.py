@@ -224,6 +224,7 @@ __all__ = [
     "Sums",
     "anchored",
     "carried",
+    "fading",
     "features_of",
     "least_of",
     "total_of",

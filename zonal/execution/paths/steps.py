@@ -26,8 +26,10 @@ from zonal.kernels.op import plain
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
-from zonal.memory import DecayedSums, FeatureSums, RidgeStatistics
+from zonal.memory import RidgeStatistics
 from zonal.memory.inverse import REMAKE, Inverse, ridge_version
+from zonal.memory.sums import Sums as MemorySums
+from zonal.memory.sums import fading
 from zonal.memory.whitened import width_of
 
 MOST_TOKENS = 16
@@ -37,7 +39,7 @@ _FEW = 64
 
 def sums_refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the place of the kernel of sums, or None."""
-    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "features"))
+    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "features", "decayed"))
 
 
 def ridge_refusal(call: Call, kind: str) -> Reason:
@@ -45,18 +47,18 @@ def ridge_refusal(call: Call, kind: str) -> Reason:
     return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge"))
 
 
-def _unfit(call: Call, kind: str, wanted: str) -> Reason:
+def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    if kind != wanted:
+    if kind not in wanted:
         return f"a memory of kind {kind!r} is not in it"
-    other = tile.other_anchor(call) if wanted == "features" else other_ridge(call)
+    other = other_ridge(call) if kind == "ridge" else tile.other_anchor(call)
     if other:
         return other
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
-        return "log priors (decay, key biases), key masks and packed documents are not in it"
+    if call.key_bias is not None or call.visibility.key_mask is not None or call.visibility.packed:
+        return "key biases, key masks and packed documents are not in it"
     queries, keys = call.shape[2:4]
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
         return (
@@ -135,7 +137,7 @@ class Compiled:
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         """Whether the kernel runs a step of these tensors with the numbers that it has."""
         batch, kv_heads, dim, value_dim = self.sizes
-        if q.ndim != 4 or scale != self.scale or not plain(q, k, v):
+        if scale != self.scale or not plain(q, k, v) or q.ndim != 4:
             return False
         dtype, tokens, numbers = self.dtype, q.shape[2], self._numbers
         if (
@@ -157,9 +159,10 @@ class SumsSteps(Compiled):
     Raises: BuildError when the kernel does not compile.
     """
 
-    def __init__(self, call: Call, memory: FeatureSums | DecayedSums) -> None:
+    def __init__(self, call: Call, memory: MemorySums) -> None:
         super().__init__(call)
         bound, dim, fused = call.bound, call.shape[4], None
+        memory = memory if call.log_decay is None else fading(memory)
         features = feature_map(bound.link)
         assert features is not None
         if call.raw is not None:
@@ -179,26 +182,39 @@ class SumsSteps(Compiled):
             self._kernel = Kernel(spec, scale, features.scale(monomials.float(), dim))
         self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
         self._state, self._own = memory.state.contiguous(), False
+        self._total, self._declared, self._passed = memory.total, bound.log_decay, 0  # tokens at the declared rate
+        self._keep = (
+            None if self._declared is None else self._declared.exp().float().view(1, -1, 1).expand(batch, -1, -1)
+        )
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed.
+
+        log_decay: (B or 1, Hkv, T); None: as the operator declares it.
+        """
         if self.fused:
-            return self.run(q, k, v)
+            return self.run(q, k, v, log_decay)
         score, params = self.bound.score, self.bound.score_params
         with torch.autocast("cpu", enabled=False):
-            return self.run(
-                score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params), v.float()
-            )
+            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
+            return self.run(q, k, v.float(), log_decay)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""
         if q.dtype not in DTYPES:
             q, k, v = q.float(), k.float(), v.float()
-        into = self._state if self._own else None
-        found = self._kernel(q, k, v, self._state, self._count, self._padding, into)
+        (batch, _, tokens, _), into = q.shape, self._state if self._own else None
+        keep = self._keep if log_decay is None else log_decay.exp().float()
+        if keep is not None:
+            keep = keep.expand(batch, -1, tokens).contiguous()
+        found = self._kernel(q, k, v, self._state, self._count, self._padding, into, keep)
         if found is None:
             return None
-        self._count, self._state, self._own = self._count + q.shape[2], found[1], True
+        self._count, self._state, self._own = self._count + tokens, found[1], True
+        if log_decay is None:
+            self._passed += tokens
+        elif self._total is not None:
+            self._total = self._total + log_decay.sum(-1)
         return found[0] if found[0].dtype is self.dtype else found[0].to(self.dtype)
 
     @property
@@ -206,10 +222,13 @@ class SumsSteps(Compiled):
         """Tokens so far, padding included."""
         return self._count
 
-    def memory(self) -> FeatureSums | DecayedSums:
+    def memory(self) -> MemorySums:
         """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
         self._own = False
-        return replace(self._before, count=self._count, state=self._state)
+        total = self._total
+        if total is not None and self._declared is not None:
+            total = total + self._passed * self._declared
+        return replace(self._before, count=self._count, state=self._state, total=total)
 
 
 class Sums(NamedTuple):

@@ -20,6 +20,7 @@ from zonal.execution.paths.steps import RidgeSteps, SumsSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.refusals import features_refusal
+from zonal.memory.sums import Sums
 
 
 def refusal(call: Call) -> str | None:
@@ -39,7 +40,7 @@ def sums_refusal(call: Call) -> str | None:
     memory = call.memory
     if call.held is None and call.tags.cancels:
         return "sums for this call alone may cancel, and are float64"
-    if isinstance(memory, FeatureSums) and torch.is_grad_enabled() and memory.state.requires_grad:
+    if isinstance(memory, Sums) and torch.is_grad_enabled() and memory.state.requires_grad:
         return "it has no gradients, and the memory may be asked for some"
     if memory is not None and memory.form.statistics != torch.float32:
         return "it is for sums in float32, and the memory holds others"
@@ -62,7 +63,7 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
         memory = empty_memory(call, call.k.dtype)
     check_memory(call, memory)
     steps = (
-        RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(FeatureSums, memory))
+        RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(Sums, memory))
     )
     y = first_step(call, steps)
     if y is None:  # the environment has switched the kernels off since the call was planned
@@ -116,7 +117,7 @@ def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
     try:
         if isinstance(memory, RidgeStatistics):
             return None if ridge_refusal(call) else RidgeSteps(call, memory)
-        if isinstance(memory, FeatureSums):
+        if isinstance(memory, Sums):
             return None if sums_refusal(call) else SumsSteps(call, memory)
     except BuildError as error:  # once: from now on it is refused
         warnings.warn(
@@ -128,9 +129,10 @@ def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
 
 def first_step(call: Call, steps: SumsSteps | RidgeSteps) -> Tensor | None:
     """y (B, H, T, P) of the call that the steps were made for, or None as theirs."""
+    decays = (call.log_decay,) if isinstance(steps, SumsSteps) else ()
     if call.raw is not None:
-        return steps.step(*call.raw[:3])
-    y = steps.run(*call.tokens)
+        return steps.step(*call.raw[:3], *decays)
+    y = steps.run(*call.tokens, *decays)
     return None if y is None else y.to(call.dtype)
 
 

@@ -1,5 +1,5 @@
 // Few tokens after a memory of sums over features, in one pass over its state: each token's key and value are taken in, M += phi(k) [v, 1]^T,
-// and its queries read what is there, y = factor phi'(q)^T M. This is a decoder's step, for every link that is a polynomial of a dot
+// and its queries read what is there, y = factor phi'(q)^T M. Where the past fades, M is multiplied by a number per token first. This is a decoder's step, for every link that is a polynomial of a dot
 // product: the link itself is in phi', the features of a query times the coefficient of their power.
 //
 // The state of a key head (features x W) goes through the first cache strip by strip. Features stand in the order of
@@ -34,6 +34,7 @@ struct Axes {  // what a step along each is, in numbers
 
 // And for each call. Last axes of q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P) have stride 1; all in bfloat16, or else in float32. before and
 // after (B, Hkv, F, W), the same place or two that share nothing. count: tokens in the memory, of which padding (B) are none. y (B, H, T, P).
+// keep (B, Hkv, T): what each token leaves of the state before it; null where nothing fades.
 struct Step {
   const void *q, *k, *v;
   Axes qs, ks, vs;
@@ -43,6 +44,7 @@ struct Step {
   int64_t count;
   const int64_t* padding;
   void* y;
+  const float* keep;
 };
 }
 
@@ -88,10 +90,10 @@ void features(const Decoder& c, const float* x, float* room, float* out) {
 
 // ---- the state ---------------------------------------------------------------------------------------------------------------------------
 
-// N vectors of every row, and with TAIL the number after them: M' = M + k v^T where UPDATES, sums += q^T M' where READS. from and to: the
-// rows, ``width`` numbers each.
-template <bool UPDATES, bool READS, int N, bool TAIL>
-APART void vectors(const float* from, float* to, int64_t width, int64_t rows, const float* k, const float* v, const float* q, float* sums) {
+// N vectors of every row, and with TAIL the number after them: M' = keep M + k v^T where UPDATES, sums += q^T M' where READS; keep is 1 unless
+// it FADES. from and to: the rows, ``width`` numbers each.
+template <bool FADES, bool UPDATES, bool READS, int N, bool TAIL>
+APART void vectors(const float* from, float* to, int64_t width, int64_t rows, float keep, const float* k, const float* v, const float* q, float* sums) {
   constexpr int GROUP = SUMS / N;  // rows with sums of their own: one sum would wait for itself
   V value[N], total[GROUP][N];
   float tails[GROUP] = {};
@@ -100,11 +102,13 @@ APART void vectors(const float* from, float* to, int64_t width, int64_t rows, co
     for (int i = 0; i < GROUP; ++i) total[i][r] = V{};
   }
   const float last = UPDATES && TAIL ? v[N * L] : 0.f;
+  const V kept = spread(keep);
   const auto row = [&](int64_t a, int i) {
     const float one = UPDATES ? k[a] : 0.f, other = READS ? q[a] : 0.f;
     const V key = spread(one), query = spread(other);
     EACH_ROW {
       V m = load(from + a * width + r * L);
+      if (FADES) m *= kept;
       if (UPDATES) {
         m += key * value[r];
         store(to + a * width + r * L, m);
@@ -113,6 +117,7 @@ APART void vectors(const float* from, float* to, int64_t width, int64_t rows, co
     }
     if (TAIL) {
       float m = from[a * width + N * L];
+      if (FADES) m *= keep;
       if (UPDATES) to[a * width + N * L] = m += one * last;
       if (READS) tails[i] += other * m;
     }
@@ -134,12 +139,13 @@ APART void vectors(const float* from, float* to, int64_t width, int64_t rows, co
 }
 
 // the same of one column, whose value is v
-template <bool UPDATES, bool READS>
-APART void column(const float* from, float* to, int64_t width, int64_t rows, const float* k, float v, const float* q, float* sum_of) {
+template <bool FADES, bool UPDATES, bool READS>
+APART void column(const float* from, float* to, int64_t width, int64_t rows, float keep, const float* k, float v, const float* q, float* sum_of) {
   float parts[L] = {};  // one sum would wait for itself
   int64_t a = 0;
   const auto row = [&](int64_t at, int i) {
     float m = from[at * width];
+    if (FADES) m *= keep;
     if (UPDATES) to[at * width] = m += k[at] * v;
     if (READS) parts[i] += q[at] * m;
   };
@@ -151,25 +157,26 @@ APART void column(const float* from, float* to, int64_t width, int64_t rows, con
 }
 
 // N vectors from number p of every row on, as often as they fit; with the last of them goes a number that would be alone. Where it ends.
-template <bool UPDATES, bool READS, int N>
-int64_t pieces(int64_t p, const float* from, float* to, int64_t width, int64_t rows, const float* k, const float* v, const float* q, float* sums) {
+template <bool FADES, bool UPDATES, bool READS, int N>
+int64_t pieces(int64_t p, const float* from, float* to, int64_t width, int64_t rows, float keep, const float* k, const float* v, const float* q,
+               float* sums) {
   for (; p + N * L <= width; p += N * L) {
     if (p + N * L + 1 == width) {
-      vectors<UPDATES, READS, N, true>(from + p, to + p, width, rows, k, v + p, q, sums + p);
+      vectors<FADES, UPDATES, READS, N, true>(from + p, to + p, width, rows, keep, k, v + p, q, sums + p);
       return width;
     }
-    vectors<UPDATES, READS, N, false>(from + p, to + p, width, rows, k, v + p, q, sums + p);
+    vectors<FADES, UPDATES, READS, N, false>(from + p, to + p, width, rows, keep, k, v + p, q, sums + p);
   }
   return p;
 }
 
 // one token and one query over a strip
-template <bool UPDATES, bool READS>
-void pass(const float* from, float* to, int64_t width, int64_t rows, const float* k, const float* v, const float* q, float* sums) {
-  int64_t p = pieces<UPDATES, READS, 4>(0, from, to, width, rows, k, v, q, sums);
-  p = pieces<UPDATES, READS, 2>(p, from, to, width, rows, k, v, q, sums);
-  p = pieces<UPDATES, READS, 1>(p, from, to, width, rows, k, v, q, sums);
-  for (; p < width; ++p) column<UPDATES, READS>(from + p, to + p, width, rows, k, v[p], q, sums + p);
+template <bool FADES, bool UPDATES, bool READS>
+void pass(const float* from, float* to, int64_t width, int64_t rows, float keep, const float* k, const float* v, const float* q, float* sums) {
+  int64_t p = pieces<FADES, UPDATES, READS, 4>(0, from, to, width, rows, keep, k, v, q, sums);
+  p = pieces<FADES, UPDATES, READS, 2>(p, from, to, width, rows, keep, k, v, q, sums);
+  p = pieces<FADES, UPDATES, READS, 1>(p, from, to, width, rows, keep, k, v, q, sums);
+  for (; p < width; ++p) column<FADES, UPDATES, READS>(from + p, to + p, width, rows, keep, k, v[p], q, sums + p);
 }
 
 // ---- a key head --------------------------------------------------------------------------------------------------------------------------
@@ -180,7 +187,7 @@ void twice(const Decoder& c, const T* row, float scale, float* x) {
   for (int64_t d = 0; d < c.D; ++d) x[d] = x[c.D + d] = number(row[d]) * scale;
 }
 
-template <typename T>
+template <typename T, bool FADES>
 void head(const Decoder& c, const Step& step, int64_t task, Scratch& scratch) {
   const int64_t b = task / c.Hkv, kv = task % c.Hkv, groups = c.H / c.Hkv, width = c.P + (c.anchor == ROW), tokens = step.T;
   scratch.begin(3 * c.D + tokens * (1 + groups) * (c.F + width) + 16 * (3 + 3 * tokens * (1 + groups)));
@@ -209,12 +216,13 @@ void head(const Decoder& c, const Step& step, int64_t task, Scratch& scratch) {
     for (int64_t t = 0; t < tokens; ++t, from = to) {
       const float *k = keys + t * c.F + a, *v = values + t * width, *q = queries + t * groups * c.F + a;
       float* sum_of = sums + t * groups * width;
+      const float keep = FADES ? step.keep[task * tokens + t] : 1.f;
       if (c.include_self) {
-        pass<true, true>(from, to, width, rows, k, v, q, sum_of);
-        for (int64_t g = 1; g < groups; ++g) pass<false, true>(to, nullptr, width, rows, nullptr, v, q + g * c.F, sum_of + g * width);
-      } else {
-        for (int64_t g = 0; g < groups; ++g) pass<false, true>(from, nullptr, width, rows, nullptr, v, q + g * c.F, sum_of + g * width);
-        pass<true, false>(from, to, width, rows, k, v, nullptr, nullptr);
+        pass<FADES, true, true>(from, to, width, rows, keep, k, v, q, sum_of);
+        for (int64_t g = 1; g < groups; ++g) pass<false, false, true>(to, nullptr, width, rows, 1.f, nullptr, v, q + g * c.F, sum_of + g * width);
+      } else {  // time passes before the query reads, although its own key is not seen
+        for (int64_t g = 0; g < groups; ++g) pass<FADES, false, true>(from, nullptr, width, rows, keep, nullptr, v, q + g * c.F, sum_of + g * width);
+        pass<FADES, true, false>(from, to, width, rows, keep, k, v, nullptr, nullptr);
       }
     }
   }
@@ -243,8 +251,8 @@ int zonal_decode(const Decoder* decoder, const Step* step) {
   const Decoder& c = *decoder;
   const int64_t tasks = c.B * c.Hkv;
   return each_short_task<Scratch>(tasks, tasks * c.F * c.P * step->T > TEAM, [&](int64_t i, Scratch& scratch) {
-    if (step->bfloat16) head<uint16_t>(c, *step, i, scratch);
-    else head<float>(c, *step, i, scratch);
+    if (step->bfloat16) (step->keep ? head<uint16_t, true> : head<uint16_t, false>)(c, *step, i, scratch);
+    else (step->keep ? head<float, true> : head<float, false>)(c, *step, i, scratch);
   });
 }
 }
