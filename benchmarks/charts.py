@@ -15,7 +15,7 @@ from zonal.report import formats, style
 from zonal.report.page import asset, script_json
 from zonal.report.table import device
 
-_TEMPLATE = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
@@ -37,16 +37,17 @@ _TEMPLATE = """<!doctype html>
 {% endfor %}</tbody></table></div></details></section>
 {% endfor %}
 </main>
-<footer class="page"><p>Charts are drawn with plotly.js (MIT licence), which this file carries.</p></footer>
+"""  # noqa: E501 (template of a page)
+LOADER = """<footer class="page"><p>Charts are drawn with plotly.js (MIT licence), which this file carries.</p></footer>
 <script type="application/json" id="data">{{ payload | safe }}</script>
 <script type="text/plain" id="plotly">{{ plotly }}</script>
 <script>
 "use strict";
 (async function () {
-  const charts = JSON.parse(document.getElementById("data").textContent);
+  const data = JSON.parse(document.getElementById("data").textContent);
   if (typeof DecompressionStream === "undefined") {
     const box = document.getElementById("problem");
-    box.textContent = "This browser is too old to unpack the charts. All numbers are in the tables.";
+    box.textContent = "This browser is too old to unpack the charts. All numbers are in tables.";
     box.hidden = false;
     return;
   }
@@ -56,9 +57,11 @@ _TEMPLATE = """<!doctype html>
   document.head.append(element);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  function draw() {
+"""  # noqa: E501 (template of a page)
+"""What every page ends with: its data, and a script that unpacks plotly, to which a page adds what it draws."""
+_DRAWING = """  function draw() {
     document.querySelectorAll(".chart").forEach((holder) => {
-      const chart = charts[Number(holder.dataset.chart)];
+      const chart = data[Number(holder.dataset.chart)];
       const traces = chart.series.map((series) => {
         const colour = dark.matches ? series.dark : series.light;
         const text = series.y.map((y, i) => `<b>${series.name}</b><br>${chart.x}: ${series.x[i]}<br>${series.text[i]}`);
@@ -88,6 +91,7 @@ _TEMPLATE = """<!doctype html>
 </body>
 </html>
 """  # noqa: E501 (template of a page)
+_PAGE = _HEAD + LOADER + _DRAWING
 
 Row = Mapping[str, Any]
 
@@ -158,7 +162,8 @@ def html(
     """
     kept = [{name: chart[name] for name in ("x", "y", "kind", "share", "series", "axis", "range")} for chart in charts]
     circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE).render(
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_PAGE)
+    return template.render(
         title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings,
         circumstances=circumstances,
         payload=script_json(kept), plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),

@@ -9,11 +9,12 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.charts import LOADER
 from zonal import store
 from zonal.report import style
 from zonal.report.page import asset, script_json
 
-_TEMPLATE = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
@@ -40,29 +41,11 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
 {% endfor %}
 </tbody></table></div>
 </section></main>
-<footer class="page"><p>Charts are drawn with plotly.js (MIT licence), which this file carries.</p></footer>
-<script type="application/json" id="data">{{ payload | safe }}</script>
-<script type="text/plain" id="plotly">{{ plotly }}</script>
-<script>
-"use strict";
-(async function () {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  if (typeof DecompressionStream === "undefined") {
-    const box = document.getElementById("problem");
-    box.textContent = "This browser is too old to unpack the chart. All numbers are in the table.";
-    box.hidden = false;
-    return;
-  }
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-  const element = document.createElement("script");
-  element.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  document.head.append(element);
-  const panel = document.getElementById("panel"), mask = document.getElementById("mask"), shown = document.getElementById("shown");
+"""  # noqa: E501 (template of a page)
+_DRAWING = """  const panel = document.getElementById("panel"), mask = document.getElementById("mask"), shown = document.getElementById("shown");
   const lines = [...document.querySelectorAll("tr[data-panel]")];
   data.panels.forEach((name) => panel.add(new Option(name)));
   data.masks.forEach((name) => mask.add(new Option(name)));
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // 1-2-5 within decades, written plainly: plotly's own logarithmic labels ("2", "5") mislead
   const ticks = (decades) => {
     const values = decades.flatMap((decade) => [1, 2, 5].map((step) => +(step * decade).toPrecision(3)));
@@ -141,7 +124,7 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(_TEMPLATE).render(
+    return environment.from_string(_HEAD + LOADER + _DRAWING).render(
         css=asset("page.css").decode(), masks=masks, rows=points, paper=any("paper" in row for row in points),
         payload=script_json(payload),
         plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),

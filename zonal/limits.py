@@ -43,11 +43,6 @@ THREADS = Between(1, 1024)
 PROCESSES = Between(1, 1024)
 
 
-def limits_of(kind: type) -> dict[str, Between]:
-    """Option name, as a field is called, → its limits, of a class of options and those inside it."""
-    return {name: part for name, parts in _declared(kind) for part in parts if isinstance(part, Between)}
-
-
 def check(call: str, options: Any) -> None:
     """Raise ArgumentError, naming call and option, for a number outside its limits and for a name that no file can
     have.
@@ -109,5 +104,4 @@ __all__ = [
     "Between",
     "FileName",
     "check",
-    "limits_of",
 ]

@@ -65,14 +65,8 @@ class Lookup(Task):
                 f"least 0 are required, got pairs={pairs}, "
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
             )
-        self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = (
-            source,
-            pairs,
-            questions,
-            test_examples,
-            seed,
-            name,
-        )
+        self.source, self.pairs, self.questions = source, pairs, questions
+        self.test_examples, self.seed, self.name = test_examples, seed, name
         self._labels = ASK + 1
         self._relations = self._labels + LABELS * pairs
         self._entities = self._relations + len(source.relations)

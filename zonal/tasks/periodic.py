@@ -63,13 +63,8 @@ class Periodic(Task):
                 f"frequencies={self.frequencies}, vocab_size={vocab_size}, length={length}, "
                 f"test_examples={test_examples}, seed={seed}."
             )
-        self.vocab_size, self.length, self.test_examples, self.seed, self.name = (
-            vocab_size,
-            length,
-            test_examples,
-            seed,
-            name,
-        )
+        self.vocab_size, self.length, self.test_examples = vocab_size, length, test_examples
+        self.seed, self.name = seed, name
         self.warm_up = length // 2
 
     def waves(self, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -48,15 +48,9 @@ def _retrieval(name: str, given: Given) -> Retrieval:
 
 
 TRANSFER_KINDS = (
-    "mqar",
-    "system-prompt",
-    "system-prompt-distractors",
-    "tool-trace",
-    "needle",
-    "two-hop",
-    "two-hop-written",
+    "mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written",
     "common-word",
-)
+)  # fmt: skip
 """The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
 MIXED_LENGTHS = (64, 128, 256, 512)
 NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -99,31 +93,14 @@ def _mqar_grid(name: str, given: Given) -> Retrieval:
 
 
 def _text(name: str, given: Given) -> Text:
-    return Text(
-        given.get("data", "novel"),
-        given.get("tokenizer"),
-        given.get("length", 256),
-        validation_fraction=given.get("validation_fraction", 0.1),
-        evaluation_bytes=given.get("evaluation_bytes", 65_536),
-        max_bytes=given.get("max_bytes"),
-        train_fraction=given.get("train_fraction", 1.0),
-        name=name,
-    )
+    return Text(given.pop("data", "novel"), **given, name=name)
+
+
+_DEMO = {"vocab_size": 512, "train_examples": 40_000, "test_examples": 1_000, "random_non_queries": False}
 
 
 def _single(name: str, given: Given) -> MQAR:
-    demo = name == "mqar-demo"
-    return MQAR(
-        given.get("vocab_size", 512 if demo else 8192),
-        length=given.get("length", 64),
-        pairs=given.get("pairs", 4),
-        train_examples=given.get("train_examples", 40_000 if demo else 100_000),
-        test_examples=given.get("test_examples", 1_000 if demo else 3_000),
-        power_a=given.get("power_a", 0.01),
-        random_non_queries=given.get("random_non_queries", not demo),
-        seed=given.get("seed", 123),
-        name=name,
-    )
+    return MQAR(**{**(_DEMO if name == "mqar-demo" else {}), **given}, name=name)
 
 
 def _based_figure_2(name: str, given: Given) -> MQAR:
@@ -189,24 +166,11 @@ def _given(given: Given, *names: str) -> Given:
 
 _ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
 _MQAR_ARGUMENTS = (
-    "vocab_size",
-    "length",
-    "pairs",
-    "train_examples",
-    "test_examples",
-    "power_a",
-    "random_non_queries",
-    "seed",
-)
+    "vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed",
+)  # fmt: skip
 _TEXT_ARGUMENTS = (
-    "data",
-    "tokenizer",
-    "length",
-    "validation_fraction",
-    "evaluation_bytes",
-    "max_bytes",
-    "train_fraction",
-)
+    "data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes", "train_fraction",
+)  # fmt: skip
 _RETRIEVAL_ARGUMENTS = ("vocab_size", "length", "pairs", "test_examples", "seed")
 _MIXED_ARGUMENTS = ("test_examples", "seed")
 _LOOKUP_ARGUMENTS = ("subset", "pairs", "questions", "test_examples", "seed")
