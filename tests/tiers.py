@@ -63,6 +63,7 @@ SLOW: frozenset[str] = frozenset(
         "kernels/test_sums.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_ridge.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_distance.py::test_a_training_step_compiles_without_a_break",
+        "nn/test_compiled_layers.py::test_inductor_compiles_layers_with_gradients",
         "models/test_presets.py::test_comparisons_have_equal_parameters",
         "training/test_comparisons.py::test_ctrl_c_then_again",
         "training/test_comparisons.py::test_two_at_a_time_and_a_killed_worker",

@@ -89,6 +89,22 @@ def test_one_graph_has_gradients_and_serves_several_lengths(spec: str) -> None:
     assert graphs.count == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("spec", ["softmax", "sko", "ska(power=1)"])
+def test_inductor_compiles_layers_with_gradients(spec: str) -> None:
+    """torch.compile with its default backend: outputs and gradients of every parameter."""
+    layer, x = made(spec), inputs(20)
+    compiled = torch.compile(layer, fullgraph=True)
+    found, expected = (
+        [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)]
+        for y in (compiled(x), layer(x))
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_values_that_do_not_fit_stop_a_compiled_call() -> None:
     """What eager calls refuse by name is an assertion of the graph."""
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
