@@ -1,8 +1,6 @@
 """``zonal compare``: operators × seeds × learning rates on one task, shown while it runs, ended by a report."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from rich.text import Text
 
 from zonal import report
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, RunOptions, device, title, training_steps
+from zonal.cli.options import ModelOptions, RunOptions, device, folder_of, title, training_steps
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES
@@ -158,12 +156,6 @@ def named_model(options: Compare) -> ModelConfig | None:
     return preset(options.model_preset)
 
 
-def default_folder(spec: ComparisonSpec) -> Path:
-    """``runs/<task>-<hash of what is compared>``: the same settings find the same folder again."""
-    digest = hashlib.sha256(json.dumps(spec.identity(), sort_keys=True).encode()).hexdigest()
-    return Path("runs") / f"{spec.task.name}-{digest[:8]}"
-
-
 def execute(
     comparison: Comparison, *, jobs: int = 1, threads: int | None = None, retry_failed: bool = False
 ) -> ComparisonResult:
@@ -186,7 +178,7 @@ def run(options: Compare, command: str) -> int:
         comparison = Comparison.open(options.resume)
     else:
         spec = specification(options, command)
-        comparison = Comparison(options.out or default_folder(spec), spec)
+        comparison = Comparison(options.out or folder_of(spec.task.name, spec.identity()), spec)
     result = execute(comparison, jobs=options.jobs, threads=options.threads, retry_failed=options.retry_failed)
     if comparison.plan is None:
         print("Stopped before anything was trained. Run the same command again.")

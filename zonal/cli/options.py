@@ -1,6 +1,8 @@
 """The options that commands share, as frozen values: what is learned, the model, the training, the machine."""
 
 import dataclasses
+import hashlib
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +123,11 @@ def title(task: tasks.Task) -> str:
             "" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it"
         )
     return f"{_KINDS.get(type(task), 'Associative recall')} ({task.name})"
+
+
+def folder_of(name: str, identity: Any) -> Path:
+    """``runs/<name>-<hash of the settings>``: the same settings find the same folder again."""
+    return Path("runs") / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def command_line(command: str, options: Any) -> str:

@@ -3,8 +3,6 @@ recipe.
 """
 
 import dataclasses
-import hashlib
-import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ import tyro
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import RunOptions, TrainingOptions, device, title
+from zonal.cli.options import RunOptions, TrainingOptions, device, folder_of, title
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
@@ -96,12 +94,6 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     )
 
 
-def default_folder(spec: SearchSpec) -> Path:
-    """``runs/search-<task>-<hash of what is searched>``: the same settings find the same folder again."""
-    digest = hashlib.sha256(json.dumps(spec.identity(), sort_keys=True).encode()).hexdigest()
-    return Path("runs") / f"search-{spec.task.name}-{digest[:8]}"
-
-
 def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Preset:
     """The winner as settings of `zonal train` and `zonal compare`."""
     model = dataclasses.replace(options.model, layers=len(winner.layers), head_dim=winner.head_dim)
@@ -125,7 +117,7 @@ def run(options: SearchOptions, command: str) -> int:
         options = _asked(search)
     else:
         spec = specification(options, command)
-        search = Search(options.out or default_folder(spec), spec)
+        search = Search(options.out or folder_of(f"search-{spec.task.name}", spec.identity()), spec)
     spec = search.spec
     heading = (
         f"{spec.title}: from {spec.start.label}, at most {spec.rounds} rounds of {spec.width} moves; "

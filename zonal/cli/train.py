@@ -1,8 +1,6 @@
 """``zonal train``: one model on one task; the folder can be continued, and generated from."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ import tyro
 
 from zonal import tasks
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, RunOptions, device, title
+from zonal.cli.options import ModelOptions, RunOptions, device, folder_of, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import RATE, SEED
@@ -110,14 +108,6 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
     return preset(options.model_preset, vocab_size=task.vocab_size, max_len=task.length)
 
 
-def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
-    """``runs/train-<task>-<hash of the settings>``: the same settings find the same folder again."""
-    return (
-        Path("runs")
-        / f"train-{task.name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
-    )
-
-
 def run(options: Train, command: str) -> int:
     """Run the command; returns the exit code."""
     task = options.task.resolve("train")
@@ -128,7 +118,7 @@ def run(options: Train, command: str) -> int:
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
     model = build(shape, options.seed).to(device(options.device))
-    folder = options.out or folder_of(task, run_identity(model, task, config))
+    folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
     heading = (
         f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
