@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         wrapper = wrapped(compiler, THREADS if threads else MEMORY, folder)
         environment = {**os.environ, **options, "CXX": str(wrapper), "LD_PRELOAD": " ".join(preloaded)}
         chosen = arguments or [*TESTS, "-k", LONG if threads else CHOSEN]
-        command = [sys.executable, "-m", "pytest", "-q", "--timeout", "0", *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", "--timeout", "0", *chosen]
         if threads:  # ThreadSanitizer needs addresses where it expects them
             command = ["setarch", "-R", *command]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

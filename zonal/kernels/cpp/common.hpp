@@ -86,6 +86,9 @@ float dot(const A* a, const B* b, int64_t n) {
   return total;
 }
 
+// zeros in n numbers of a tensor, which has no address where it is empty
+inline void clear(float* x, int64_t n) { std::fill_n(x, n, 0.f); }
+
 // 1 / |x|, in float64 where squares leave the range of float32; 0 for a vector of zeros
 template <typename T>
 float inverse_norm(const T* x, int64_t n) {
@@ -658,7 +661,7 @@ int run_backward(
       try {
         for (int64_t i = next++; i < heads * c.split; i = next++) {
           float* sums = c.sums + (c.split > 1 ? i : place) * step;
-          std::memset(sums, 0, sizeof(float) * step);
+          clear(sums, step);
           const Part at{i / heads, i / c.Hkv % c.B, i % c.Hkv, shared, sums, sums + c.S * c.D};
           task(c, at, scratch);
           if (c.split == 1) finish(c, at.b, at.kv, 0, c.S, sums, 1, 0);

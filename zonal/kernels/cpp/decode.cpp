@@ -69,7 +69,7 @@ INLINE void product(const float* a, const float* b, int64_t n, float* out) {
 // Features of a vector x that is written twice, (2 D), into out (F). room (D).
 void features(const Decoder& c, const float* x, float* room, float* out) {
   if (c.lowest == 0) *out++ = 1.f;
-  std::memcpy(out, x, sizeof(float) * c.D);
+  std::copy_n(x, c.D, out);
   if (c.degree == 1) return;
   float* to = out + c.D;
   if (c.degree == 2) {  // by cyclic distance, the opposite point once

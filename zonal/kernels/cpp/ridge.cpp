@@ -582,8 +582,8 @@ void backward_in(const Task& task, Scratch& room) {
 
 // dk and dv of key head ``number``
 void clear_gradients(const Ridge& c, int64_t number) {
-  std::memset(c.dk + number * c.S * c.D, 0, sizeof(float) * c.S * c.D);
-  std::memset(c.dv + number * c.S * c.P, 0, sizeof(float) * c.S * c.P);
+  clear(c.dk + number * c.S * c.D, c.S * c.D);
+  clear(c.dv + number * c.S * c.P, c.S * c.P);
 }
 
 void backward_task(const Ridge& c, int64_t number, Scratch& room) {

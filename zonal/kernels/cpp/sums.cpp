@@ -587,7 +587,6 @@ int zonal_sums_backward(const Sums* call) {
   const Sums& c = *call;
   const int64_t shares = c.shares, of_one = c.Hkv * c.segments * c.split;
   const bool alone = c.segments * c.split == 1;  // a task has its key head for itself: it clears what it adds to when it begins, and finds it near
-  const auto clear = [](float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); };
   if (!alone) {
     clear(c.dv, c.B * c.Hkv * c.S * c.P);
     if (shares == 0) clear(c.dk, c.split * c.B * c.Hkv * c.S * c.D);

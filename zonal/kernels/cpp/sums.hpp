@@ -209,7 +209,7 @@ void pack_values(const Task& task, int32_t s0, int32_t s1, const Counts& counts,
     if (weighs)
       for (int64_t p = 0; p < values; ++p) rows[p] = v[p] * count;
     else
-      std::memcpy(rows, v, sizeof(float) * values);
+      std::copy_n(v, values, rows);
     std::fill(rows + values, rows + task.step, 0.f);
     if (task.mass) rows[values] = count;
     if (masses != nullptr) masses[s - s0] = count;
