@@ -241,12 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     of = f"{share:.1%} of {len(rows)} calls (required {REQUIRED:.0%})"
     print(f"within {WITHIN}x of the best path on {of}; worst {max(ratios):.2f}x")
     machine = machines.machine_for(device)
-    settings = {
-        "budget_seconds": options.budget,
-        "part": options.part,
-        "machine": machine.to_dict(),
-        "note": machine.note,
-    }
+    settings = {"budget_seconds": options.budget, "part": options.part, "machine": machine.to_dict()}
     part = options.quick or options.development or parts > 1
     about = (__doc__ or "").partition("\n")[0]
     common.report("-" if part else options.out, "planner", about, settings, rows, summary, start)
