@@ -47,8 +47,12 @@ def test_both_numbers_are_said() -> None:
 
 
 def test_small_calls_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "free", lambda device: pytest.fail("it asked"))
+    asked: list[object] = []
+    monkeypatch.setattr(device_memory, "free", asked.append)
     device_memory.require("call", "things", 1 << 20, "cpu", "")
+    assert not asked
+    device_memory.require("call", "things", 1 << 40, "cpu", "")  # nobody knows what is free
+    assert asked == ["cpu"]
 
 
 @pytest.mark.usefixtures("small_machine")

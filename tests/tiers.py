@@ -27,6 +27,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "nn/test_compiled_layers.py::test_a_layer_is_one_graph": (
         "softmax", "squared_affine", "mamba2",
     ),
+    "nn/test_compiled_layers.py::test_inductor_gives_the_same_numbers": ("linear",),
     "nn/test_compiled_layers.py::test_one_graph_has_gradients_and_serves_several_lengths": ("softmax",),
     "memory/test_ridge_statistics.py::test_a_long_single_precision_stream": ("1-three directions",),
     "memory/test_rows_of_a_batch.py::test_drift_of_long_streams_in_single_precision": ("retention-40005-9",),
@@ -63,7 +64,6 @@ SLOW: frozenset[str] = frozenset(
         "kernels/test_sums.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_ridge.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_distance.py::test_a_training_step_compiles_without_a_break",
-        "nn/test_compiled_layers.py::test_inductor_compiles_layers_with_gradients",
         "models/test_presets.py::test_comparisons_have_equal_parameters",
         "training/test_comparisons.py::test_ctrl_c_then_again",
         "training/test_comparisons.py::test_two_at_a_time_and_a_killed_worker",

@@ -183,6 +183,30 @@ def test_long_and_wide(name: str, case_name: str) -> None:
             check(operator, data, path, expected)
 
 
+# of each family one: a row's sum, a count of keys, a carried sum with and without a decay, two solves, a distance
+HALVED = ("softmax", "softmax-count", "linear", "retention", "ridge", "ska-fading", "distance")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("selection", [each for each in SELECTED if each.partition("/")[0] in HALVED])
+def test_every_input_in_half_precision(selection: str, dtype: torch.dtype) -> None:
+    """No input changes the type, and no path loses much more than the definition does in the same type."""
+    name, case = SELECTED[selection]
+    double, operator = randomised(OPERATORS[name]()), randomised(OPERATORS[name]()).float()
+    low = inputs(case).to(dtype)
+    truth, reference = defined(double, low.to(torch.float64)), defined(operator, low)
+    for path in paths(name, case):
+        y = low.run(operator, path)
+        assert y.dtype == dtype
+        for index, (got, same, t) in enumerate(zip([y, *gradients(y, low, operator)], reference, truth, strict=True)):
+            if t.numel():
+                size, lost = t.abs().max().item(), (same.double() - t).abs().max().item()
+                error = (got.double() - t).abs().max().item()
+                # a gradient that is exactly zero is a sum in float32 of terms that have a size
+                budget = 2 * lost + 4 * torch.finfo(dtype).eps * size + 64 * torch.finfo(torch.float32).eps
+                assert error <= budget, f"{path}: item {index}: error {error:.3g}, budget {budget:.3g}, size {size:.3g}"
+
+
 BUDGET = (
     "softmax",
     "linear",

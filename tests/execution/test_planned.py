@@ -1,5 +1,7 @@
 """``zonal.plan``: a plan runs what it was made for, reads what was learned at each call, and refuses anything else."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,9 +39,18 @@ def test_a_plan_runs_what_attention_runs(spec: str, kernels: str, monkeypatch: p
 
 def test_nothing_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, tensors = made("softmax")
-    monkeypatch.setattr(planner, "asked", lambda *_: pytest.fail("a refusal was asked again"))
+    real, times = planner.asked, []
+
+    def counted(*arguments: Any) -> Any:
+        times.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(planner, "asked", counted)
     with torch.no_grad():
-        plan(*tensors)
+        got = plan(*tensors)
+        assert not times
+        assert torch.equal(got, zonal.attention(*tensors, plan.operator, causal=True))
+    assert times  # attention does ask
 
 
 @pytest.mark.parametrize("spec", ["sko(degrees=(2.0,))", "ska(power=1)"])

@@ -315,7 +315,8 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     """
     truth, reference = defined(case, data, torch.float64), defined(case, data, case.dtype)
     magnified = 1.0
-    if case.link == "exp" and data.k.shape[2]:  # an absolute error of a score becomes a relative one
+    # an absolute error of a score becomes a relative one; a cosine is at most 1, however long its vectors are
+    if case.link == "exp" and data.k.shape[2] and not case.rules.normalise:
         magnified = max(
             1.0,
             (data.q.double() @ data.k.double().repeat_interleave(data.q.shape[1] // data.k.shape[1], 1).mT)
