@@ -62,9 +62,7 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     if memory is None:  # one that nobody will see may keep the computing type
         memory = empty_memory(call, call.k.dtype)
     check_memory(call, memory)
-    steps = (
-        RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(Sums, memory))
-    )
+    steps = RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(Sums, memory))
     y = first_step(call, steps)
     if y is None:  # the environment has switched the kernels off since the call was planned
         return by_torch(call)
