@@ -108,6 +108,15 @@ def exclusive(parts: Tensor, first: Tensor | None) -> Tensor:
     return torch.cat([start, parts[:, :, :-1]], 2).cumsum(2)
 
 
+def refuse_second_derivative() -> None:
+    """Called in a backward pass that uses kept factors. Raises: PathError when that pass is itself differentiated."""
+    if torch.is_grad_enabled():
+        raise PathError(
+            "attention: path 'chunked' uses its factors again in backward and has no second derivative. "
+            "Use path='dense' where you need create_graph=True."
+        )
+
+
 class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -120,11 +129,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise PathError(
-                "attention: path 'chunked' uses its factors again in backward and has no second derivative. "
-                "Use path='dense' where you need create_graph=True."
-            )
+        refuse_second_derivative()
         z, y, ridge, inverse, half = ctx.saved_tensors
         factor = Factor(inverse, half, ctx.sight)
         u = factor.apply(grad, ridge)

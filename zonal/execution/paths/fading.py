@@ -16,9 +16,15 @@ from torch import Tensor
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.declaration import require_values
 from zonal.algebra.primal import factorised, on_heads
-from zonal.errors import PathError
 from zonal.execution.call import Call
-from zonal.execution.paths.blocks import Factor, Sight, into_blocks, rows_from_blocks, rows_into_blocks
+from zonal.execution.paths.blocks import (
+    Factor,
+    Sight,
+    into_blocks,
+    refuse_second_derivative,
+    rows_from_blocks,
+    rows_into_blocks,
+)
 from zonal.memory import FadingStatistics, Tokens
 from zonal.memory.fading import directions, given_back
 from zonal.memory.inverse import positive_inverse
@@ -111,11 +117,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise PathError(
-                "attention: path 'chunked' uses its factors again in backward and has no second derivative. "
-                "Use path='dense' where you need create_graph=True."
-            )
+        refuse_second_derivative()
         y, z, weight, direction = ctx.saved_tensors
         u = ctx.factor.apply(grad, grad.new_ones(()))
         product = u.mT @ y
