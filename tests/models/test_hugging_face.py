@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zonal
@@ -424,3 +425,65 @@ def test_a_converted_model_trains_in_bfloat16(tmp_path: Any) -> None:
     assert all(value.dtype == torch.float32 and value.isfinite().all() for value in model.parameters())
     moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert all(any(part in name for name in moved) for part in (".operator.", ".readout.", "q_proj"))
+
+
+@pytest.mark.parametrize("operator", [hugging_face.rewa.with_closed_gates, "sko", "ska(power=1)"])
+def test_an_adapter_trains_and_saves_the_operators_it_names(operator: Any, tmp_path: Any) -> None:
+    """peft freezes and leaves out what an operator learns, unless ``modules_to_save`` names it."""
+    peft = pytest.importorskip("peft")
+    tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
+    maps = ["q_proj", "v_proj"]
+
+    def adapted(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=maps, task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(learned_away(their("Llama"), operator), config)
+
+    def logits_of(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(tokens).logits
+
+    def trainable(model: Any) -> set[str]:
+        return {name for name, value in model.named_parameters() if value.requires_grad and "lora_" not in name}
+
+    frozen = adapted()
+    assert not trainable(frozen)
+    assert all(value.requires_grad for name, value in frozen.named_parameters() if "lora_" in name)
+    for each in hugging_face.operators(frozen):
+        each.requires_grad_(True)
+    frozen.save_pretrained(tmp_path / "alone")
+    assert all("lora_" in name for name in load_file(tmp_path / "alone" / "adapter_model.safetensors"))
+
+    plain = learned_away(their("Llama"), operator)
+    own = {name for name, _ in plain.named_parameters() if ".operator." in name or ".readout." in name}
+    assert own
+    model = adapted(modules_to_save=["operator", "readout"])
+    named = {
+        name.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for name in trainable(model)
+    }
+    assert named == own
+    expected = logits_of(plain)
+    assert torch.equal(logits_of(model), expected)
+
+    before = {name: value.clone() for name, value in model.named_parameters() if value.requires_grad}
+    descent = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-2)
+    for _ in range(2):  # the second factor of an adapter starts at zero
+        descent.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        descent.step()
+    assert [
+        name for name, value in model.named_parameters() if name in before and torch.equal(value, before[name])
+    ] == []
+    logits = logits_of(model)
+    assert (logits - expected).abs().max() > 1e-3
+    with model.disable_adapter():
+        assert torch.equal(logits_of(model), expected)
+
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(learned_away(their("Llama"), operator), tmp_path / "adapter")
+    assert torch.equal(logits_of(again), logits)
+    merged = again.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    found = logits_of(hugging_face.from_pretrained(tmp_path / "merged"))
+    assert torch.equal(found, logits_of(merged))
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()

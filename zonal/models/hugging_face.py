@@ -145,9 +145,7 @@ def operators(model: nn.Module) -> list[Operator]:
         ArgumentError: the model was not converted.
     """
     found = [
-        own
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and isinstance(own := getattr(module, "operator", None), Operator)
+        own for module in model.modules() if hasattr(module, "layer_idx") and (own := _operator(module)) is not None
     ]
     if not found:
         raise ArgumentError(
@@ -191,6 +189,16 @@ def _install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
         layer.operator = own
         width = {"head": layer.head_dim, "concat": _heads(layer)[0] * layer.head_dim}.get(own.readout or "")
         layer.readout = None if width is None else RMSNorm(width).to(next(layer.parameters()).device)
+
+
+def _operator(layer: Any) -> Operator | None:
+    """The operator of a converted layer, also where ``modules_to_save`` of peft has wrapped it."""
+    held: Any = getattr(layer, "operator", None)
+    copies = getattr(held, "modules_to_save", None)
+    if copies is not None:
+        active = [] if held.disable_adapters else held.active_adapters
+        held = copies[active[0]] if active else held.original_module
+    return held if isinstance(held, Operator) else None
 
 
 def _heads(layer: Any) -> tuple[int, int]:
@@ -290,8 +298,8 @@ def attend(
             caps, the weights, or another mask.
     """
     call = "hugging_face.attend"
-    operator = getattr(module, "operator", None)
-    if not isinstance(operator, Operator):
+    operator = _operator(module)
+    if operator is None:
         raise ArgumentError(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained."
