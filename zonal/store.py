@@ -133,6 +133,17 @@ def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
         ) from error
 
 
+def read_record(path: str | os.PathLike[str] | Traversable, schema: int, call: str, advice: str) -> dict[str, Any]:
+    """The JSON object with ``schema`` in a file. Raises: FileFormatError for anything else; it ends with ``advice``."""
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("schema") != schema:
+        received = f"schema {values.get('schema')!r}" if isinstance(values, dict) else f"a {type(values).__name__}"
+        raise FileFormatError(
+            f"{call}: {path} must be a JSON object with schema {schema}, received {received}. {advice}"
+        )
+    return values
+
+
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
     """SHA-256 over the header without its checksum, and over each tensor in the order of names.
 

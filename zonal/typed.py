@@ -1,6 +1,7 @@
 """Checks of plain values, read from text or files, against type annotations."""
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -52,7 +53,9 @@ def described(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(map(repr, parts))
     if origin is tuple:
-        return f"a tuple ({', '.join('…' if part is Ellipsis else described(part) for part in parts)})"
+        return f"a list or tuple ({', '.join('…' if part is Ellipsis else described(part) for part in parts)})"
+    if origin in (dict, Mapping):
+        return "an object"
     return {
         int: "a whole number of at most 64 bits",
         float: "a finite number",
@@ -77,4 +80,66 @@ def check_fields(call: str, kind: type, values: object) -> None:
             )
 
 
-__all__ = ["check_fields", "described", "fits"]
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, annotation and whether there is a default, of each field of a dataclass."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    return tuple(
+        (each.name, hints[each.name], each.default is not missing or each.default_factory is not missing)
+        for each in dataclasses.fields(kind)
+    )
+
+
+def made(hint: Any, value: Any, name: str) -> Any:
+    """``value``, read from JSON or TOML, as the annotated type: objects as dataclasses, lists as tuples, and keys of
+    objects as the mapping has them. A dataclass stays as it is.
+
+    Keys that are no fields are passed over. A field that is missing or null has its default. NaN and infinity count as
+    null, and null entries of a mapping are left out, unless its type has None.
+
+    Raises: ArgumentError that begins with ``name`` and the place in the value.
+    """
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        others = [part for part in parts if part is not type(None)]
+        absent = value is None or (isinstance(value, float) and not math.isfinite(value))
+        if absent and len(others) < len(parts):
+            return None
+        if len(others) == 1:
+            return made(others[0], value, name)
+        if fits(value, hint):
+            return value
+    elif dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return value if isinstance(value, hint) else _made_fields(hint, value, name)
+    elif origin is tuple and isinstance(value, list | tuple):
+        inner = parts[:1] * len(value) if parts[1:] == (Ellipsis,) else parts
+        if len(inner) != len(value):
+            raise ArgumentError(f"{name} must have {len(inner)} entries, received {value!r}.")
+        return tuple(made(part, value[at], f"{name}[{at}]") for at, part in enumerate(inner))
+    elif origin in (dict, Mapping) and isinstance(value, Mapping):
+        nullable = parts[1] is Any or type(None) in typing.get_args(parts[1])
+        inner = parts[1] if nullable else parts[1] | None
+        entries = {parts[0](key): made(inner, each, f"{name}.{key}") for key, each in value.items()}
+        return {key: each for key, each in entries.items() if nullable or each is not None}
+    elif hint in (int, float) and fits(value, float):
+        return hint(value)
+    elif origin not in (tuple, dict, Mapping) and fits(value, hint):
+        return value
+    raise ArgumentError(f"{name} must be {described(hint)}, received {value!r}.")
+
+
+def _made_fields(kind: type, value: Any, name: str) -> Any:
+    """``made`` for a dataclass."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name} must be an object, received {value!r}.")
+    given = {}
+    for field, hint, optional in _fields(kind):
+        if field not in value and not optional:
+            raise ArgumentError(f"{name} lacks the key {field!r}.")
+        if not optional or value.get(field) is not None:
+            given[field] = made(hint, value[field], f"{name}.{field}")
+    return kind(**given)
+
+
+__all__ = ["check_fields", "described", "fits", "made"]

@@ -89,7 +89,7 @@ def test_recipes_are_presets(here):
     ("text", "message"),
     [
         (None, "does not exist"),
-        ("{}", "is not a recipe of this version"),
+        ("{}", "must be a JSON object with schema 1"),
         ('{"schema": 1, "models": {}}', "'about' is missing"),
         (
             '{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": '

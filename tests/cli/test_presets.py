@@ -1,6 +1,7 @@
 import hashlib
 import json
 import shlex
+from dataclasses import asdict
 
 import pytest
 
@@ -10,6 +11,7 @@ from zonal.cli.app import main, parse_options
 from zonal.errors import FileFormatError
 from zonal.models import build
 from zonal.report.published import Published
+from zonal.typed import made
 
 
 def options(words, command=compare):
@@ -141,7 +143,7 @@ def test_every_preset_is_a_comparison(name):
         for row in table.rows:
             assert len(row.values) == len(table.columns)
             assert any(row.has(cell) for cell in slices), row.label
-    assert Published.from_dict(json.loads(json.dumps(preset.published.to_dict())), None) == preset.published
+    assert made(Published, json.loads(json.dumps(asdict(preset.published))), "published") == preset.published
 
 
 def test_numbers_of_the_paper():

@@ -145,12 +145,15 @@ def test_capacity_is_mean_least_and_most_over_heads():
         ({"schema": 1}, "layers must be a list"),
         (
             {"schema": 1, "layers": [{"heads": [{"condition": "high"}]}]},
-            r"layer 1, head 1: condition must be a finite number, got 'high'",
+            r"layer 1, head 1: condition must be a finite number, received 'high'",
         ),
         ({"schema": 1, "layers": [{"heads": [{"condition": float("inf")}]}]}, "finite number"),
         ({"schema": 1, "layers": [{"heads": [{"leverage": [0.5, 1.5]}]}]}, r"leverage must lie in \[0, 1\]"),
-        ({"schema": 1, "layers": [{"heads": [{"spectrum": [[1.0]]}]}]}, r"\[re, im\] pairs"),
-        ({"schema": 1, "layers": [{"heads": [{"capacity": {"stored": [1], "estimate": []}}]}]}, "belong in pairs"),
+        ({"schema": 1, "layers": [{"heads": [{"spectrum": [[1.0]]}]}]}, r"spectrum\[0\] must have 2 entries"),
+        (
+            {"schema": 1, "layers": [{"heads": [{"capacity": {"stored": [1], "estimate": []}}]}]},
+            "as many estimates as numbers stored",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path, record, words):

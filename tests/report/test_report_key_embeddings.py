@@ -123,8 +123,8 @@ def test_a_page_without_distances_does_not_speak_of_them(tmp_path):
     ("change", "message"),
     [
         (lambda record: record.update(schema=2), "schema 1"),
-        (lambda record: record.pop("groups"), "incomplete or damaged"),
-        (lambda record: record["layers"][0]["heads"][0][0].update(points=[[0, 1, 2]] * 9), "incomplete or damaged"),
+        (lambda record: record.pop("groups"), "lacks the key 'groups'"),
+        (lambda record: record["layers"][0]["heads"][0][0].update(points=[[0, 1, 2]] * 9), "must have 2 entries"),
         (lambda record: record["layers"][1]["heads"][0][1]["points"].pop(), "a point in every space"),
         (lambda record: record.update(group=[0] * 8 + [2]), "count the 2 names"),
     ],

@@ -389,13 +389,17 @@ def test_profile_covers_every_operator():
         (lambda folder: None, "is not a folder"),
         (lambda folder: folder.mkdir(), "has no comparison.json"),
         (lambda folder: _damage(folder, "comparison.json", "{"), "not valid JSON"),
-        (lambda folder: _damage(folder, "comparison.json", "[]"), "must hold a JSON object"),
-        (lambda folder: _damage(folder, "comparison.json", '{"schema": 99}'), "has schema 99"),
+        (lambda folder: _damage(folder, "comparison.json", "[]"), "must be a JSON object"),
+        (lambda folder: _damage(folder, "comparison.json", '{"schema": 99}'), "received schema 99"),
         (lambda folder: _damage(folder, "comparison.json", '{"schema": 1}'), "lacks the key"),
         (lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/run.json", "\x00\x01"), "not valid JSON"),
         (
-            lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/run.json", '{"status": "dreaming"}'),
-            "unknown status 'dreaming'",
+            lambda folder: _damage(
+                folder,
+                "runs/softmax/seed-0-lr-0.001/run.json",
+                '{"operator": "softmax", "seed": 0, "learning_rate": 1, "status": "dreaming"}',
+            ),
+            "status must be .*, received 'dreaming'",
         ),
         (
             lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/metrics.jsonl", "{}\n{}\n"),

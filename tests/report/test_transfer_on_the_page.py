@@ -1,6 +1,7 @@
 """Other tasks and lengths on the page: means over cells and seeds, the paper's columns, the charts' numbers."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from report.comparison_folder import write_comparison
@@ -53,7 +54,7 @@ def folder(tmp_path):
         path.write_text(json.dumps(record))
     record = json.loads((made / "comparison.json").read_text())
     record["task"]["stages"] = [{"start": 0, "shapes": [{"kind": "needle", "pairs": 1, "length": 64}]}]
-    record["published"] = PUBLISHED.to_dict()
+    record["published"] = asdict(PUBLISHED)
     (made / "comparison.json").write_text(json.dumps(record))
     return made
 
@@ -110,12 +111,14 @@ def test_damaged_files(folder):
     path = folder / "comparison.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "published": {"source": "x"}}))
-    with pytest.raises(FileFormatError, match=r"comparison.json: 'published' is incomplete or damaged"):
+    with pytest.raises(
+        FileFormatError, match=r"comparison.json does not fit: comparison.published lacks the key 'tables'"
+    ):
         report.load(folder)
     path.write_text(json.dumps(record))
     run = next(folder.glob("runs/*/*/run.json"))
     values = json.loads(run.read_text())
     values["final"]["transfer"][0] = {"task": "needle"}
     run.write_text(json.dumps(values))
-    with pytest.raises(FileFormatError, match=r"each entry of 'final.transfer' must be an object with an accuracy"):
+    with pytest.raises(FileFormatError, match=r"final.transfer\[0\] lacks the key 'accuracy'"):
         report.load(folder)

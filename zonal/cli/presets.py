@@ -18,8 +18,8 @@ from zonal import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
 from zonal.report.published import Published
-from zonal.store import read_json, understood, write_json
-from zonal.typed import check_fields
+from zonal.store import read_record, understood, write_json
+from zonal.typed import check_fields, made
 
 OPTION = "--preset"
 RECIPE = "recipe.json"
@@ -122,7 +122,7 @@ def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Prese
         plain = {name: values[name] for name in ("about", "seeds", "learning_rates")}
         check_fields("preset", Preset, {**plain, "models": models})
         options = {name: _options(kind, values.get(name, {}), command) for name, kind in _OPTIONS.items()}
-        published = Published.from_dict(values["published"], path) if "published" in values else None
+        published = made(Published | None, values.get("published"), "published")
         return Preset(**plain, models=models, published=published, shapes=shapes, **options)
 
 
@@ -150,15 +150,9 @@ def write_recipe(path: Path, preset: Preset) -> None:
 
 def _recipe(path: Path, command: str) -> Preset:
     """The preset in a recipe."""
-    values = read_json(path)
-    schema = values.get("schema") if isinstance(values, dict) else None
-    if not isinstance(values, dict) or schema != SCHEMA or "models" not in values:
-        raise FileFormatError(
-            f"{command}: {path} is not a recipe of this version (schema {schema!r}). "
-            "Required: the recipe.json that `zonal search` wrote."
-        )
-    kept = {name: value for name, value in values.items() if name not in ("schema", "commands", "models")}
-    return _preset({**kept, "operators": values["models"]}, path, command)
+    values = read_record(path, SCHEMA, command, "Required: the recipe.json that `zonal search` wrote.")
+    kept = {name: value for name, value in values.items() if name not in ("schema", "commands")}
+    return _preset({"operators" if name == "models" else name: value for name, value in kept.items()}, path, command)
 
 
 def _given(options: Any, defaults: Any) -> dict[str, Any]:

@@ -111,8 +111,9 @@ def write_many(directories: Sequence[str | os.PathLike[str]], out: str | os.Path
         raise ArgumentError("report.write_many: at least one comparison folder is required, got none.")
     summaries = [summarise(load(directory)) for directory in directories]
     paths = Paths(Path(out) / "report.html", Path(out) / "report.md", Path(out) / "summary.json")
-    store.write_bytes(paths.html, page.html(summaries).encode())
-    store.write_bytes(paths.markdown, page.markdown(summaries).encode())
+    values = page.context(summaries)
+    store.write_bytes(paths.markdown, page.rendered_markdown("page", values))
+    store.write_bytes(paths.html, page.rendered_html("page", values, values.pop("payload")))
     store.write_json(paths.summary, {"schema": 1, "comparisons": [as_json(summary) for summary in summaries]})
     return paths
 

@@ -5,19 +5,21 @@ The file is plain numbers, so that whatever measures a trained model can write i
 ``{"schema": 1, "layers": [{"layer": 0, "heads": [head, …]}, …]}``, every key of a head optional:
 
 - ``smallest_eigenvalue``, ``condition``, ``effective_rank``: of the regularised statistics G + ρI. ``size``: how many
-directions there are. - ``spectrum``: [[re, im], …], eigenvalues of the whitened operator. - ``leverage``: one number in
-[0, 1] a key: how much of its own value a key would return. - ``capacity``: ``{"stored": [n, …], "estimate": [c, …]}``,
-how many of n stored keys are estimated to be recalled.
+  directions there are.
+- ``spectrum``: [[re, im], …], eigenvalues of the whitened operator.
+- ``leverage``: one number in [0, 1] a key: how much of its own value a key would return.
+- ``capacity``: ``{"stored": [n, …], "estimate": [c, …]}``, how many of n stored keys are estimated to be recalled.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from zonal.errors import FileFormatError
-from zonal.store import read_json
+from zonal.errors import ArgumentError
+from zonal.store import read_record, understood
+from zonal.typed import made
 
 SCHEMA = 1
 NAME = "diagnostics.json"
@@ -47,7 +49,7 @@ class Head:
 class Diagnostics:
     """All heads of a run, in reading order."""
 
-    heads: tuple[Head, ...] = field(default=())
+    heads: tuple[Head, ...] = ()
 
 
 def load(folder: Traversable) -> Diagnostics | None:
@@ -56,85 +58,38 @@ def load(folder: Traversable) -> Diagnostics | None:
     Raises: FileFormatError naming the file and what in it is not as above.
     """
     path = folder / NAME
-    record = record_of(path, SCHEMA)
-    if record is None:
-        return None
-    heads = []
-    for index, layer in enumerate(_list(record.get("layers"), "layers", path)):
-        layer = _object(layer, f"layers[{index}]", path)
-        place = int(_number(layer.get("layer", index), f"layers[{index}].layer", path)) + 1
-        for head, about in enumerate(_list(layer.get("heads"), f"layers[{index}].heads", path)):
-            heads.append(_head(_object(about, f"layers[{index}].heads[{head}]", path), place, head + 1, path))
-    return Diagnostics(tuple(heads))
-
-
-def record_of(path: Traversable, schema: int) -> dict[str, Any] | None:
-    """The object in a file beside a run, None where there is no such file.
-
-    Raises: FileFormatError when it is none of that schema.
-    """
     if not path.is_file():
         return None
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") != schema:
-        raise FileFormatError(
-            f"report: {path} must be an object with schema {schema}. Write it with this version of zonal, or remove it."
+    record = read_record(path, SCHEMA, "report", "Write it with this version of zonal, or remove it.")
+    with understood("report", path):
+        layers = made(tuple[Mapping[str, Any], ...], record.get("layers"), "layers")
+        return Diagnostics(
+            tuple(
+                _head(about, made(int, layer.get("layer", index), "layer") + 1, number)
+                for index, layer in enumerate(layers)
+                for number, about in enumerate(made(tuple[Mapping[str, Any], ...], layer.get("heads"), "heads"), 1)
+            )
         )
-    return record
 
 
-def _head(about: Mapping[str, Any], layer: int, head: int, path: Traversable) -> Head:
-    where = f"layer {layer}, head {head}"
-    capacity = _object(about.get("capacity") or {}, f"{where}: capacity", path)
-    stored, estimate = (
-        _numbers(capacity.get(key, []), f"{where}: capacity.{key}", path) for key in ("stored", "estimate")
-    )
-    if len(stored) != len(estimate):
-        raise FileFormatError(
-            f"report: {path}: {where}: capacity has {len(stored)} numbers stored and {len(estimate)} estimates; "
-            "they belong in pairs."
-        )
-    leverage = _numbers(about.get("leverage", []), f"{where}: leverage", path)
-    if any(not -1e-3 <= value <= 1 + 1e-3 for value in leverage):
-        raise FileFormatError(
-            f"report: {path}: {where}: leverage must lie in [0, 1], got {min(leverage):g} … {max(leverage):g}."
-        )
-    pairs = [
-        _numbers(pair, f"{where}: spectrum", path)
-        for pair in _list(about.get("spectrum", []), f"{where}: spectrum", path)
-    ]
-    if any(len(pair) != 2 for pair in pairs):
-        raise FileFormatError(f"report: {path}: {where}: spectrum must be a list of [re, im] pairs.")
-    numbers = {
-        key: _number(about[key], f"{where}: {key}", path) for key in (*NUMBERS, "size") if about.get(key) is not None
+def _head(about: Mapping[str, Any], layer: int, number: int) -> Head:
+    where = f"layer {layer}, head {number}"
+    numbers = {key: about[key] for key in (*NUMBERS, "size") if about.get(key) is not None}
+    found = {
+        "layer": layer,
+        "head": number,
+        "numbers": {key: made(float, value, f"{where}: {key}") for key, value in numbers.items()},
+        **{key: about[key] for key in ("spectrum", "leverage") if key in about},
+        **made(Mapping[str, Any], about.get("capacity") or {}, f"{where}: capacity"),
     }
-    return Head(layer, head, numbers, tuple((pair[0], pair[1]) for pair in pairs), leverage, stored, estimate)
-
-
-def _list(value: Any, key: str, path: Traversable) -> list[Any]:
-    if not isinstance(value, list):
-        raise FileFormatError(f"report: {path}: {key} must be a list, got {type(value).__name__}.")
-    return value
-
-
-def _object(value: Any, key: str, path: Traversable) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise FileFormatError(f"report: {path}: {key} must be an object, got {type(value).__name__}.")
-    return value
-
-
-def _number(value: Any, key: str, path: Traversable) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise FileFormatError(f"report: {path}: {key} must be a finite number, got {value!r}.")
-    return float(value)
-
-
-def _numbers(value: Any, key: str, path: Traversable) -> tuple[float, ...]:
-    return tuple(_number(each, key, path) for each in _list(value, key, path))
-
-
-# --- pictures
-# ----------------------------------------------------------------------------------------------------------
+    head = made(Head, found, where)
+    if len(head.stored) != len(head.estimate):
+        raise ArgumentError(f"{where}: capacity needs as many estimates as numbers stored")
+    if any(not -1e-3 <= value <= 1 + 1e-3 for value in head.leverage):
+        raise ArgumentError(
+            f"{where}: leverage must lie in [0, 1], received {min(head.leverage):g} … {max(head.leverage):g}"
+        )
+    return head
 
 
 def spectra(heads: Sequence[Head]) -> list[dict[str, Any]]:
@@ -219,20 +174,3 @@ def payload(found: Diagnostics, seed: int) -> dict[str, Any]:
 def _short(value: float) -> float:
     """What can be seen of a number."""
     return float(f"{value:.4g}")
-
-
-__all__ = [
-    "BINS",
-    "NAME",
-    "NUMBERS",
-    "Diagnostics",
-    "Head",
-    "bars",
-    "capacity",
-    "histogram",
-    "leverage",
-    "load",
-    "payload",
-    "record_of",
-    "spectra",
-]

@@ -46,12 +46,7 @@ class Heads:
 def write(path: Path, heads: Heads) -> Path:
     """Write the page, whole or not at all."""
     values = context(heads)
-    payload = page.script_json(values.pop("picture"))
-    text = page.environment(autoescape=True).get_template("heads.html.j2").render(
-        **values, payload=payload, css=page.asset("page.css").decode(), script=page.script("heads.js"),
-        plotly=page.plotly()
-    )  # fmt: skip
-    store.write_bytes(path, text.encode())
+    store.write_bytes(path, page.rendered_html("heads", values, values.pop("picture")))
     return path
 
 

@@ -7,12 +7,11 @@ The file is plain numbers, so that whatever looks at a trained model can write i
 …]}, …]}``
 
 - ``group``, ``tokens``: of each token that is drawn, the number of its group and what to call it.
-- a space: ``{"space": name, "curvature": 1, 0, -1 or null, "share": s, "points": [[x, y], …]}``, a point a token; share
-in [0, 1]: how much of
-  the points is seen in two numbers. Curvature 1 and -1 are drawn in the unit disk.
+- a space: ``{"space": name, "curvature": 1, 0, -1 or null, "share": s, "points": [[x, y], …]}``, a point a token;
+  share in [0, 1]: how much of the points is seen in two numbers. Curvature 1 and -1 are drawn in the unit disk.
 
-While a run trains, each evaluation's line in ``metrics.jsonl`` may hold ``"geometry": [{"layer": 0, "weights": {space:
-[one a head]}, "curvature": [one a head]}, …]``.
+While a run trains, each evaluation's line in ``metrics.jsonl`` may hold
+``"geometry": [{"layer": 0, "weights": {space: [one a head]}, "curvature": [one a head]}, …]``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,9 @@ from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from zonal.errors import FileFormatError
-from zonal.report.diagnostics import record_of
+from zonal.errors import ArgumentError
+from zonal.store import read_record, understood
+from zonal.typed import made
 
 SCHEMA = 1
 NAME = "witnesses.json"
@@ -55,37 +55,27 @@ def load(folder: Traversable) -> KeyEmbeddings | None:
     Raises: FileFormatError naming the file and what in it is not as above.
     """
     path = folder / NAME
-    record = record_of(path, SCHEMA)
-    if record is None:
+    if not path.is_file():
         return None
-    try:
-        groups, tokens = tuple(str(name) for name in record["groups"]), tuple(str(text) for text in record["tokens"])
-        group = tuple(int(number) for number in record["group"])
-        spaces = tuple(
-            Space(
-                int(layer["layer"]) + 1, head, str(found["space"]), found["curvature"], float(found["share"]),
-                tuple((float(x), float(y)) for x, y in found["points"]),
+    record = read_record(path, SCHEMA, "report", "Write it with this version of zonal, or remove it.")
+    with understood("report", path):
+        spaces = [
+            {**found, "layer": layer["layer"] + 1, "head": number, "name": found["space"]}
+            for layer in record["layers"]
+            for number, each in enumerate(layer["heads"], start=1)
+            for found in each
+        ]
+        read = made(KeyEmbeddings, {**record, "spaces": spaces}, "the record")
+        if len({len(read.group), len(read.tokens), *(len(space.points) for space in read.spaces)}) != 1:
+            raise ArgumentError(
+                f"a group, a text and a point in every space are required of each of {len(read.tokens)} tokens"
             )
-            for layer in record["layers"] for head, each in enumerate(layer["heads"], start=1) for found in each
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(
-            f"report: {path} is incomplete or damaged ({error!r}). Run the comparison again, or remove it."
-        ) from error
-    if len(group) != len(tokens) or any(len(space.points) != len(tokens) for space in spaces):
-        raise FileFormatError(
-            f"report: {path}: a group, a text and a point in every space are required of each of {len(tokens)} tokens."
-        )
-    if any(not 0 <= number < len(groups) for number in group):
-        raise FileFormatError(
-            f"report: {path}: group must count the {len(groups)} names of groups from 0, "
-            f"got {min(group)} … {max(group)}."
-        )
-    return KeyEmbeddings(groups, group, tokens, spaces)
-
-
-# --- pictures
-# ----------------------------------------------------------------------------------------------------------
+        if any(not 0 <= number < len(read.groups) for number in read.group):
+            raise ArgumentError(
+                f"group must count the {len(read.groups)} names of groups from 0, "
+                f"received {min(read.group)} … {max(read.group)}"
+            )
+    return read
 
 
 def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
@@ -118,6 +108,3 @@ def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], seed
 
 def _by_head(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[float(f"{value:.4g}") for value in head] for head in zip(*rows, strict=True)]
-
-
-__all__ = ["NAME", "SCHEMA", "KeyEmbeddings", "Space", "load", "over_training", "payload"]

@@ -14,23 +14,13 @@ from zonal.report.summary import METRIC_NAMES, Summary
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
 
 
-def asset(name: str) -> bytes:
+def _asset(name: str) -> bytes:
     """A file shipped beside this module."""
     return importlib.resources.files("zonal.report").joinpath("assets", name).read_bytes()
 
 
-def plotly() -> str:
-    """The compressed plotly as text, for the element that ``unpack.js`` reads."""
-    return base64.b64encode(asset(_PLOTLY)).decode()
-
-
-def script(name: str) -> str:
-    """A page's script behind what all of them begin with."""
-    return asset("unpack.js").decode() + asset(name).decode()
-
-
-def environment(autoescape: bool) -> jinja2.Environment:
-    """The templates beside this module; without autoescape, for Markdown, with the filter ``cell``."""
+def _environment(autoescape: bool) -> jinja2.Environment:
+    """The templates beside this module, with the filters of the Markdown ones."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("zonal.report", "templates"),
         autoescape=autoescape,
@@ -38,18 +28,35 @@ def environment(autoescape: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["cell"] = _markdown_cell
+    made.filters |= {"cell": _markdown_cell, "spark": _spark}
     return made
+
+
+def rendered_html(name: str, values: Mapping[str, Any], payload: Any) -> bytes:
+    """The page of the template and the script called ``name``: one file with style, plotly and what it draws in it."""
+    text = (
+        _environment(autoescape=True)
+        .get_template(f"{name}.html.j2")
+        .render(
+            **values,
+            payload=script_json(payload),
+            css=_asset("page.css").decode(),
+            script=_asset("unpack.js").decode() + _asset(f"{name}.js").decode(),
+            plotly=base64.b64encode(_asset(_PLOTLY)).decode(),
+        )
+    )
+    return text.encode()
+
+
+def rendered_markdown(name: str, values: Mapping[str, Any]) -> bytes:
+    """The Markdown of the template called ``name``."""
+    return _environment(autoescape=False).get_template(f"{name}.md.j2").render(**values).strip().encode() + b"\n"
 
 
 def script_json(value: Any) -> str:
     """JSON that can stand inside a script element: no text in it can close the element."""
-    return (
-        json.dumps(value, separators=(",", ":"), allow_nan=False)
-        .replace("<", "\\u003c")
-        .replace(">", "\\u003e")
-        .replace("&", "\\u0026")
-    )
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def identifiers(summaries: Sequence[Summary]) -> tuple[str, ...]:
@@ -218,29 +225,6 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
         "created": formats.date(max((summary.data.created for summary in summaries), default="")),
         "payload": [charts.payload(summary, name, keys, looks) for summary, name in zip(summaries, names, strict=True)],
     }
-
-
-def html(summaries: Sequence[Summary]) -> str:
-    """The page as one string."""
-    values = context(summaries)
-    values["payload"] = script_json(values["payload"])
-    return (
-        environment(autoescape=True)
-        .get_template("page.html.j2")
-        .render(
-            **values,
-            css=asset("page.css").decode(),
-            script=script("page.js"),
-            plotly=plotly(),
-        )
-    )
-
-
-def markdown(summaries: Sequence[Summary]) -> str:
-    """The same contents as Markdown: tables and one-line curves."""
-    made = environment(autoescape=False)
-    made.filters["spark"] = _spark
-    return made.get_template("page.md.j2").render(**context(summaries)).strip() + "\n"
 
 
 def _markdown_cell(text: str) -> str:

@@ -3,24 +3,20 @@
 They travel with a comparison (``published`` in comparison.json), so that the page is made from files alone.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib.resources.abc import Traversable
-from typing import Any
-
-from zonal.errors import FileFormatError
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a table. select: which of our cells stand beside it, by slice, one value or several, such as {"task":
-    "needle", "length": [64, 128]};
-    values: what is printed, in [0, 1].
+    """One row of a table.
+
+    select: which of our cells stand beside it, by slice, one value or several, such as {"task": "needle", "length":
+    [64, 128]}. values: what is printed, in [0, 1]; None, and NaN in a file, for what is not.
     """
 
     label: str
-    select: Mapping[str, int | str | list[int]]
+    select: Mapping[str, int | str | list[int] | list[str]]
     values: tuple[float | None, ...]
 
     def has(self, slices: Mapping[str, int | str]) -> bool:
@@ -49,38 +45,3 @@ class Published:
     tables: tuple[PublishedTable, ...]
     recipe: tuple[tuple[str, str, str], ...]
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values; ``from_dict`` reverses it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], path: Traversable) -> "Published":
-        """Raises: FileFormatError naming ``path`` when ``values`` is not what ``to_dict`` gives."""
-        try:
-            tables = tuple(
-                PublishedTable(
-                    str(table["title"]),
-                    tuple(map(str, table["columns"])),
-                    tuple(
-                        PublishedRow(str(row["label"]), dict(row["select"]), tuple(map(_printed, row["values"])))
-                        for row in table["rows"]
-                    ),
-                )
-                for table in values["tables"]
-            )
-            recipe = tuple((str(setting), str(theirs), str(ours)) for setting, theirs, ours in values["recipe"])
-            return cls(str(values["source"]), tables, recipe, tuple(map(str, values["notes"])))
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(
-                f"report: {path}: 'published' is incomplete or damaged ({error!r}). "
-                "Take it out of the file, or run the comparison again."
-            ) from error
-
-
-def _printed(value: float | None) -> float | None:
-    """A value of a table. TOML has no null: there, NaN marks what a paper does not print."""
-    return None if value is None or math.isnan(value) else value
-
-
-__all__ = ["Published", "PublishedRow", "PublishedTable"]

@@ -7,14 +7,14 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zonal import store
-from zonal.errors import FileFormatError
 from zonal.report import formats, page, table
 
 SCHEMA = 1
 _SHOWN_CYCLES = 12
+_SETTINGS = "seeds rounds width rungs eta measure rule threshold temperature kinds palette budget_seconds draw"
 _VERDICTS = {
     "exact": (
         "Yes, up to rounding: the sum of efforts around every cycle is 0, so one number per regime gives all of them. "
@@ -30,8 +30,7 @@ _VERDICTS = {
 }
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """A table of words."""
 
     head: tuple[str, ...]
@@ -52,47 +51,21 @@ def write(directory: str | os.PathLike[str]) -> SearchPaths:
     Raises: FileFormatError when a file is missing, damaged or of another version; InsufficientSpaceError.
     """
     folder = Path(directory)
-    search, found = (_read(folder / name) for name in ("search.json", "findings.json"))
-    recipe = _read(folder / "recipe.json") if (folder / "recipe.json").is_file() else None
-    try:
-        values = context(search, found, recipe)
-    except (KeyError, IndexError, TypeError) as error:
-        raise FileFormatError(
-            f"report: {folder} holds a search that cannot be read ({error!r}). "
-            "It was edited or written by another version; search again."
-        ) from error
+    advice = "Write the page with the version that searched."
+    names = ["search.json", "findings.json", *(["recipe.json"] if (folder / "recipe.json").is_file() else [])]
+    with store.understood("report", folder):
+        values = context(*(store.read_record(folder / name, SCHEMA, "report", advice) for name in names))
     paths = SearchPaths(folder / "report.html", folder / "report.md")
-    payload = page.script_json(values.pop("picture"))
-    html = page.environment(autoescape=True).get_template("search.html.j2")
-    text = html.render(
-        **values,
-        payload=payload,
-        css=page.asset("page.css").decode(),
-        script=page.script("search.js"),
-        plotly=page.plotly(),
-    )
-    store.write_bytes(paths.html, text.encode())
-    store.write_bytes(
-        paths.markdown,
-        page.environment(autoescape=False).get_template("search.md.j2").render(**values).strip().encode() + b"\n",
-    )
+    store.write_bytes(paths.html, page.rendered_html("search", values, values.pop("picture")))
+    store.write_bytes(paths.markdown, page.rendered_markdown("search", values))
     return paths
 
 
-def _read(path: Path) -> dict[str, Any]:
-    values = store.read_json(path)
-    schema = values.get("schema") if isinstance(values, dict) else None
-    if not isinstance(values, dict) or schema != SCHEMA:
-        raise FileFormatError(
-            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. "
-            "Write the page with the version that searched."
-        )
-    return values
-
-
-def context(search: Mapping[str, Any], found: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> dict[str, Any]:
+def context(
+    search: Mapping[str, Any], found: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What both templates need."""
-    regimes = found["regimes"]
+    regimes, machine, made = found["regimes"], table.device(search["device"]), formats.date(search["created"])
     return {
         "title": search["title"],
         "description": search["task_description"],
@@ -108,39 +81,10 @@ def context(search: Mapping[str, Any], found: Mapping[str, Any], recipe: Mapping
         "skipped": _skipped(found["skipped"], regimes),
         "search": search["command"],
         "settings": [
-            (
-                "Search",
-                table.settings(
-                    {
-                        name: search[name]
-                        for name in (
-                            "seeds",
-                            "rounds",
-                            "width",
-                            "rungs",
-                            "eta",
-                            "measure",
-                            "rule",
-                            "threshold",
-                            "temperature",
-                            "kinds",
-                            "palette",
-                            "budget_seconds",
-                            "draw",
-                        )
-                    }
-                ),
-            ),
+            ("Search", table.settings({name: search[name] for name in _SETTINGS.split()})),
             ("Model", table.settings(search["model"])),
             ("Training", table.settings(search["training"])),
-            (
-                "Versions and device",
-                [
-                    *table.settings(search["versions"]),
-                    ("device", table.device(search["device"])),
-                    ("made", formats.date(search["created"])),
-                ],
-            ),
+            ("Versions and device", table.settings({**search["versions"], "device": machine, "made": made})),
         ],
         "picture": picture(found),
     }
@@ -218,18 +162,9 @@ def _rounds(found: Mapping[str, Any]) -> Grid:
         chosen = formats.MISSING if each["chosen"] is None else regimes[each["chosen"]]["label"]
         verdict = "went there" if each["accepted"] else "stayed" if each["chosen"] is not None else "cut short"
         chance = formats.MISSING if each["probability"] is None else f"{each['probability']:.2f}"
+        effort = formats.MISSING if each["effort"] is None else _interval(each["effort"])
         drawn = "; ".join(move["text"] for move in each["drawn"])
-        rows.append(
-            (
-                str(number),
-                regimes[each["current"]]["label"],
-                drawn,
-                chosen,
-                formats.MISSING if each["effort"] is None else _interval(each["effort"]),
-                chance,
-                verdict,
-            )
-        )
+        rows.append((str(number), regimes[each["current"]]["label"], drawn, chosen, effort, chance, verdict))
     return Grid(("Round", "From", "Moves drawn", "Best of them", "Effort", "Probability", "The search"), tuple(rows))
 
 
@@ -242,23 +177,10 @@ def _regimes(regimes: Sequence[Mapping[str, Any]]) -> Grid:
     for regime in sorted(regimes, key=order):
         rung = _last(regime)
         message = next((each["message"] for each in regime["rungs"] if each["message"]), None)
-        seeds = (
-            ", ".join(formats.number(value) for value in rung["by_seed"].values())
-            if rung
-            else message or formats.MISSING
-        )
+        seeds = ", ".join(map(formats.number, rung["by_seed"].values())) if rung else message or formats.MISSING
         steps = formats.MISSING if rung is None else formats.count(rung["steps"])
-        rows.append(
-            (
-                regime["label"],
-                steps,
-                _cost(rung),
-                seeds,
-                formats.compact(regime["parameters"]),
-                formats.seconds(regime["seconds"]),
-                regime["operator"],
-            )
-        )
+        size, time = formats.compact(regime["parameters"]), formats.seconds(regime["seconds"])
+        rows.append((regime["label"], steps, _cost(rung), seeds, size, time, regime["operator"]))
     return Grid(("Regime", "Steps", "Cost", "Each seed", "Parameters", "Trained", "Operator"), tuple(rows))
 
 
@@ -298,14 +220,8 @@ def _cycles(found: Mapping[str, Any]) -> Grid:
         )
         for cycle in sums[:_SHOWN_CYCLES]
     ]
-    return Grid(
-        (
-            "Cycle" if len(sums) <= _SHOWN_CYCLES else f"Cycle (the largest {_SHOWN_CYCLES} of {len(sums)})",
-            "Sum",
-            "Efforts on the way, absolute",
-        ),
-        tuple(rows),
-    )
+    title = "Cycle" if len(sums) <= _SHOWN_CYCLES else f"Cycle (the largest {_SHOWN_CYCLES} of {len(sums)})"
+    return Grid((title, "Sum", "Efforts on the way, absolute"), tuple(rows))
 
 
 def _edges(found: Mapping[str, Any]) -> Grid:
@@ -325,13 +241,13 @@ def _edges(found: Mapping[str, Any]) -> Grid:
 
 
 def _skipped(skipped: Sequence[Mapping[str, Any]], regimes: Sequence[Mapping[str, Any]]) -> Grid:
-    counted = Counter((each["kind"], each["text"], each["reason"]) for each in skipped)
-    places: dict[tuple[str, str, str], str] = {}
+    places: dict[tuple[str, str, str], list[str]] = {}
     for each in skipped:
-        places.setdefault((each["kind"], each["text"], each["reason"]), regimes[each["from"]]["label"])
+        place = places.setdefault((each["kind"], each["text"], each["reason"]), [])
+        place.append(regimes[each["from"]]["label"])
     rows = [
-        (text, places[kind, text, reason] + (f" and {count - 1} more" if count > 1 else ""), reason)
-        for (kind, text, reason), count in counted.items()
+        (text, found[0] + (f" and {len(found) - 1} more" if found[1:] else ""), reason)
+        for (_, text, reason), found in places.items()
     ]
     return Grid(("Move", "From", "Reason"), tuple(rows))
 

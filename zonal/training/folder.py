@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.store import read_json
+from zonal.store import read_record
 from zonal.training.config import first_difference
 
 
@@ -51,13 +51,4 @@ def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> 
         raise FileFormatError(
             f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote."
         )
-    stored = read_json(path)
-    if not isinstance(stored, dict) or stored.get("schema") != schema:
-        found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
-        raise FileFormatError(
-            f"{call}: {path} has schema {found!r}, this version reads {schema}. Choose another folder."
-        )
-    return stored
-
-
-__all__ = ["claimed", "stored_in"]
+    return read_record(path, schema, call, "Choose another folder.")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from zonal.training import curriculum
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
-from zonal.typed import check_fields
+from zonal.typed import check_fields, made
 
 FILE = "comparison.json"
 SCHEMA = 1
@@ -158,7 +158,7 @@ class ComparisonSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The part of comparison.json that says what was asked; ``from_file`` reverses it."""
-        published = {} if self.published is None else {"published": self.published.to_dict()}
+        published = {} if self.published is None else {"published": asdict(self.published)}
         return {
             "schema": SCHEMA,
             "title": self.title,
@@ -233,7 +233,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
             device=stored["run_on"],
             title=stored["title"],
             command=stored["command"],
-            published=Published.from_dict(stored["published"], path) if "published" in stored else None,
+            published=made(Published | None, stored.get("published"), "published"),
             shapes=shapes,
         )
     return spec, stored
