@@ -99,7 +99,7 @@ def test_layers_draw_and_learn() -> None:
     ("make", "said"),
     [
         (lambda: Stationary(5), "an even size, received 5"),
-        (lambda: Stationary(4, "cauchy"), "kappa must be one of gaussian, laplacian, matern"),  # type: ignore[arg-type]
+        (lambda: Stationary(4, "cauchy"), "kappa must be 'gaussian', 'laplacian' or 'matern'"),  # type: ignore[arg-type]
         (lambda: Stationary(4, width=0.0), "width must be > 0 or None"),
         (lambda: Stationary(4, "matern", smoothness=1.0), "smoothness must be 0.5, 1.5 or 2.5"),
         (lambda: Stationary(4, "laplacian").kernel(torch.zeros(1), 3), "no function of q . k"),

@@ -1,7 +1,7 @@
 """Declarations: frozen values that fill the slots of an operator, and can be printed, compared and saved as JSON."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError, ZonalError, unknown_name
+
+Step = Literal["closure", "restriction", "quotient", "section", "approximation"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Move:
     declaration that differ from their defaults.
     """
 
-    step: Literal["closure", "restriction", "quotient", "section", "approximation"]
+    step: Step
     slot: str
     name: str
     assumes: str
@@ -78,21 +80,12 @@ class Declaration:
         super().__init_subclass__()
         if abstract or cls.__name__.startswith("_"):
             return
-        known = REGISTRY.get(cls.__name__)
+        known = REGISTRY.get(cls.__name__, cls)
         # a class of the library keeps its name; one of a user may be defined anew, as a notebook does
-        if (
-            known is not None
-            and _of_library(known)
-            and (known.__module__, known.__qualname__)
-            != (
-                cls.__module__,
-                cls.__qualname__,
-            )
-        ):
+        if _of_library(known) and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ArgumentError(
                 f"class {cls.__name__}: {known.__module__} declares a {known.slot} of this name, by which "
-                "configurations "
-                "find it. Give the class another name, or one that begins with an underscore."
+                "configurations find it. Give the class another name, or one that begins with an underscore."
             )
         REGISTRY[cls.__name__] = cls
 
@@ -106,14 +99,16 @@ class Declaration:
         """The assumptions of this declaration and their consequences, for the ledger."""
         return ()
 
+    def move(self, step: Step, name: str, assumes: str, *derives: Derived) -> Move:
+        """One of ``moves``."""
+        return Move(step, self.slot, name, assumes, derives)
+
     def settings(self) -> str:
         """The fields that differ from their defaults, as in its repr; "" if none does."""
         assert dataclasses.is_dataclass(self)
         defaults: dict[str, Any] = {}
-        for kind in type(
-            self
-            # the default of the first class with the field, so that two types with equal values have equal texts
-        ).__mro__:
+        # the default of the first class with the field, so that two types with equal values have equal texts
+        for kind in type(self).__mro__:
             defaults |= vars(kind)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
@@ -153,24 +148,19 @@ def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
     """The declaration that ``config()`` wrote down. slot: the slot to fill, named in the error for an unknown type."""
     fields = dict(config)
     name = fields.pop("type", None)
-    valid = REGISTRY
-    if not isinstance(name, str) or name not in valid:
-        raise unknown_name("Operator.from_config", slot, str(name), valid)
-    known = {field.name: field for field in dataclasses.fields(valid[name])}  # type: ignore[arg-type]
+    if not isinstance(name, str) or name not in REGISTRY:
+        raise unknown_name("Operator.from_config", slot, str(name), REGISTRY)
+    known = {field.name for field in dataclasses.fields(REGISTRY[name])}  # type: ignore[arg-type]
     for key in fields:
         if key not in known:
             raise unknown_name("Operator.from_config", f"field of {name}", key, known)
-    values: dict[str, Any] = {}
-    for key, value in fields.items():
-        if isinstance(value, list):
-            values[key] = tuple(_read(item, key) for item in value)
-        else:
-            values[key] = _read(value, key)
-    return valid[name](**values)
+    return REGISTRY[name](**{key: _read(value, key) for key, value in fields.items()})
 
 
 def _read(value: Any, key: str) -> Any:
-    """A value of a configuration: a declaration where it was one."""
+    """A value of a configuration: a declaration where it was one, a tuple where it is a list."""
+    if isinstance(value, list):
+        return tuple(_read(item, key) for item in value)
     return from_config(value, key) if isinstance(value, dict) else value
 
 
@@ -213,6 +203,23 @@ def require(condition: bool, message: str) -> None:
     """Raise ArgumentError with ``message`` unless ``condition``."""
     if not condition:
         raise ArgumentError(message)
+
+
+def require_positive(name: str, value: float | None, why: str = "", *, optional: bool = False) -> None:
+    """Raise ArgumentError unless ``value`` is > 0, or None where it is ``optional``.
+
+    name: the call and the argument, "Cosine: temperature". why: what the limit is for.
+    """
+    if not (optional if value is None else value > 0):
+        reason, other = f" ({why})" if why else "", " or None" if optional else ""
+        raise ArgumentError(f"{name} must be > 0{reason}{other}, received {value!r}.")
+
+
+def require_one_of(name: str, value: object, valid: Iterable[object]) -> None:
+    """Raise ArgumentError unless ``value`` is one of ``valid``. name: the call and the argument, "Dot: map"."""
+    if value not in (valid := tuple(valid)):
+        *others, last = map(repr, valid)
+        raise ArgumentError(f"{name} must be {', '.join(others)} or {last}, received {value!r}.")
 
 
 def require_values(condition: Tensor, message: str, error: type[ZonalError] = ArgumentError) -> None:

@@ -6,7 +6,7 @@ The result is an approximation, and the ledger states it.
 import math
 from dataclasses import dataclass, replace
 
-from zonal.algebra.declaration import Declaration, Move, require, require_whole
+from zonal.algebra.declaration import Declaration, Move, require, require_positive, require_whole
 
 MOST_BITS, MOST_PROJECTIONS = 16, 4
 
@@ -48,15 +48,9 @@ class LSH(Search):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("tables", self.tables, 1),
-            ("bits", 1 if self.bits is None else self.bits, 1),
-            ("projections", self.projections, 1),
-            ("reach", self.reach, 1),
-            ("window", self.window, 1),
-            ("seed", self.seed, 0),
-        ):
-            require_whole(f"hashing.LSH: {name}", value, least)
+        for name in ("tables", "bits", "projections", "reach", "window", "seed"):
+            if (value := getattr(self, name)) is not None or name != "bits":
+                require_whole(f"hashing.LSH: {name}", value, 0 if name == "seed" else 1)
         require(
             self.bits is None or self.bits <= MOST_BITS,
             f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. "
@@ -66,15 +60,13 @@ class LSH(Search):
             self.projections <= MOST_PROJECTIONS,
             f"hashing.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.",
         )
-        require(self.width > 0, f"hashing.LSH: width (of a cell) must be > 0, received {self.width}.")
+        require_positive("hashing.LSH: width (of a cell)", self.width)
 
     def sized(self, keys: int, spaces: int = 1) -> "LSH":
         """This search with open ``bits`` set for a number of keys and spaces."""
-        return (
-            self
-            if self.bits is not None
-            else replace(self, bits=max(1, min(MOST_BITS, round(math.log2(max(keys, 1))) - 5) // spaces))
-        )
+        if self.bits is not None:
+            return self
+        return replace(self, bits=max(1, min(MOST_BITS, round(math.log2(max(keys, 1))) - 5) // spaces))
 
     @property
     def most(self) -> int:
@@ -82,19 +74,12 @@ class LSH(Search):
         return self.tables * self.reach + self.window
 
     def moves(self) -> tuple[Move, ...]:
-        what = (
+        text = (
             f"on the sparse path a row keeps its largest of at most {self.most} keys, found by {self.tables} hash "
-            f"tables and a window of {self.window}"
+            f"tables and a window of {self.window}; how many of the exact ones they include depends on the input: "
+            "zonal.explain(…, sample=(q, k)) measures it"
         )
-        return (
-            Move(
-                "approximation",
-                "search",
-                "hash tables",
-                f"{what}; how many of the exact ones they include depends on the input: "
-                "zonal.explain(…, sample=(q, k)) measures it",
-            ),
-        )
+        return (self.move("approximation", "hash tables", text),)
 
 
 __all__ = ["LSH", "MOST_BITS", "Search"]

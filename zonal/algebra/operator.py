@@ -191,22 +191,22 @@ class Operator(nn.Module):
         # a linear link over a score that is never negative is a positive kernel too
         positive = self.link.positive or (self.link.linear and self.score.positive)
         decays = any(isinstance(p, Decay) for p in self.prior)
-        own = next((p.include_self for p in self.prior if isinstance(p, Causal)), None)
+        own, anchor = next((p.include_self for p in self.prior if isinstance(p, Causal)), None), self.anchor
         return Tags(
             positive=positive,
             log_space=self.link.log_space,
             bilinear=self.score.bilinear,
             degree=self.link.degree if self.score.bilinear else None,
-            solves=self.anchor.solves,
-            normalises=self.anchor.normalises,
+            solves=anchor.solves,
+            normalises=anchor.normalises,
             decays=decays,
-            includes_self=self.anchor.include_self if own is None else own,
-            couples=self.anchor.couples,
-            family=self.anchor.family,
-            reduction=self.anchor.reduction,
-            top=self.anchor.top,
-            shifts=self.anchor.shifts,
-            by_query=self.anchor.by_query,
+            includes_self=anchor.include_self if own is None else own,
+            couples=anchor.couples,
+            family=anchor.family,
+            reduction=anchor.reduction,
+            top=anchor.top,
+            shifts=anchor.shifts,
+            by_query=anchor.by_query,
         )
 
     def refusal(self, dim: int | None = None) -> str | None:
@@ -214,8 +214,7 @@ class Operator(nn.Module):
         if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
             return (
                 f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can "
-                "leave it; "
-                "use score.Cosine() with temperature >= 1"
+                "leave it; use score.Cosine() with temperature >= 1"
             )
         signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
         if isinstance(self.anchor, Row | TopK) and signed:
@@ -342,11 +341,9 @@ class Operator(nn.Module):
     def _combined(self, learned: Params, heads: int) -> Tensor:
         # rows are repeated after they are combined, there being fewer of them before
         c = self.link.coefficients(learned)
-        return (
-            c
-            if c.shape[1] in (1, heads)
-            else expand_rows(c.transpose(0, 1), heads, "link coefficients", self.link.spreads).transpose(0, 1)
-        )
+        if c.shape[1] in (1, heads):
+            return c
+        return expand_rows(c.transpose(0, 1), heads, "link coefficients", self.link.spreads).transpose(0, 1)
 
     def replace(
         self,
@@ -357,17 +354,8 @@ class Operator(nn.Module):
         prior: Prior | tuple[Prior, ...] | None = None,
     ) -> "Operator":
         """A new operator with some slots replaced. Unchanged parts keep their learned values."""
-        new = Operator(
-            score or self.score,
-            link or self.link,
-            anchor or self.anchor,
-            self.prior if prior is None else prior,
-            name=self.name,
-            readout=self.readout,
-            layer_init=self.layer_init,
-            qk_dim=self.qk_dim,
-            spec=None,
-        )
+        prior = self.prior if prior is None else prior
+        new = self._named_alike(score or self.score, link or self.link, anchor or self.anchor, prior)
         kept = {slot for slot, part in self._parts() if dict(new._parts()).get(slot) == part}
         for key, value in self.learned_parts.items():
             if key.split("_", 1)[0] in kept:
@@ -383,36 +371,30 @@ class Operator(nn.Module):
         dim: size of a head, where score or link left it open.
         """
         kv_heads = kv_heads or heads
-        score, link = (
-            (self.score, self.link) if dim is None else (self.score.sized(dim, kv_heads), self.link.sized(dim))
-        )
+        score = self.score if dim is None else self.score.sized(dim, kv_heads)
+        link = self.link if dim is None else self.link.sized(dim)
         link = link.spread(kv_heads if self.anchor.solves else heads)
-        new = Operator(
-            score,
-            link,
-            self.anchor,
-            self.prior,
-            name=self.name,
-            readout=self.readout,
-            layer_init=self.layer_init,
-            qk_dim=self.qk_dim,
-            spec=self.spec,
-        )
+        new = self._named_alike(score, link, self.anchor, self.prior)
+        new.spec = self.spec
         for slot, _ in self._parts():
             # a score that was sized just now has numbers of its own, which this operator does not have
             source = new if slot == "score" and score != self.score else self
             for key, value in source._params(slot, heads, kv_heads).items():
-                if key in source._learned[slot]:
-                    # a link of fewer degrees has fewer weights
-                    kept = (
-                        value[:, : new.learned_parts[f"{slot}_{key}"].shape[1]]
-                        if slot == "link" and value.ndim == 2
-                        else value
-                    )
-                    new.learned_parts[f"{slot}_{key}"] = nn.Parameter(kept.detach().clone())
-                else:
-                    new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
+                name = f"{slot}_{key}"
+                if key not in source._learned[slot]:
+                    new.fixed_parts.register_buffer(name, value.clone())
+                    continue
+                if slot == "link" and value.ndim == 2:  # a link of fewer degrees has fewer weights
+                    value = value[:, : new.learned_parts[name].shape[1]]
+                new.learned_parts[name] = nn.Parameter(value.detach().clone())
         return new
+
+    def _named_alike(self, score: Score, link: Link, anchor: Anchor, prior: Prior | tuple[Prior, ...]) -> "Operator":
+        """An operator of other parts with this one's name and settings of layers."""
+        return Operator(
+            score, link, anchor, prior,
+            name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
+        )  # fmt: skip
 
     def for_dim(self, dim: int) -> "Operator":
         """The operator for heads of ``dim`` numbers, with the same parameters; itself if its link left no size open."""
@@ -448,8 +430,7 @@ class Operator(nn.Module):
         if not chosen:
             raise ArgumentError(
                 f"Operator.fit: operator {self.name!r} chooses nothing from keys. What does: "
-                "features.Anchors(choice='kmeans'), "
-                "Nystrom(choice='kmeans') and LowRankSquare(choice='pca')."
+                "features.Anchors(choice='kmeans'), Nystrom(choice='kmeans') and LowRankSquare(choice='pca')."
             )
         for key, value in chosen.items():
             new._value("score", key).copy_(value)
@@ -460,9 +441,8 @@ class Operator(nn.Module):
         tags = self.tags
         listed: list[Move] = []
         for _, part in self._parts():
-            first, *rest = part.moves() or (
-                Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),
-            )
+            unknown = part.move("restriction", type(part).__name__, "it does not say what it assumes")
+            first, *rest = part.moves() or (unknown,)
             listed += [replace(first, settings=part.settings()), *rest]
         past = Derived("moments", f"hence moments of keys up to degree {tags.degree} carry all of the past")
         if tags.degree is None:
@@ -470,18 +450,8 @@ class Operator(nn.Module):
         if not tags.solves:  # what a solve keeps is its anchor's to say
             listed = [replace(move, derives=(*move.derives, past)) if move.slot == "link" else move for move in listed]
         support = Derived("support", "hence K is an array, and nothing comes from a pair that is forbidden")
-        return ledger.ordered(
-            (
-                Move(
-                    "closure",
-                    "carrier",
-                    "tokens",
-                    "records are a fixed, finite set of tokens, and a pair is allowed or it is not",
-                    (support,),
-                ),
-                *listed,
-            )
-        )
+        text = "records are a fixed, finite set of tokens, and a pair is allowed or it is not"
+        return ledger.ordered((Move("closure", "carrier", "tokens", text, (support,)), *listed))
 
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values (learned values are not in it)."""
@@ -524,9 +494,7 @@ class Operator(nn.Module):
     def learned(self, points: int = 81) -> dict[str, Any]:
         """Learned values as plain lists: the curve l(x) per head, eta, gamma, ridge, degrees, rates, temperatures,
         and weights of distances with their curvature."""
-        rows = max(
-            [1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])]
-        )
+        rows = max(1, len(getattr(self.link, "degrees", ())), *(p.shape[0] for p in self.learned_parts.values()))
         bound = self.bind(rows, rows)
         reach = 1.0 if self.link.domain is not None or self.score.bound is not None else 3.0
         x = torch.linspace(-reach, reach, points, dtype=torch.float64)

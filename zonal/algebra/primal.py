@@ -35,9 +35,8 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
     x = torch.ones_like(gram[..., :1]) / gram.shape[-1] ** 0.5
 
     def step(x: Tensor, matrix: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(
-            lower, matrix @ torch.linalg.solve_triangular(lower.mT, x, upper=True), upper=False
-        )
+        x = torch.linalg.solve_triangular(lower.mT, x, upper=True)
+        return torch.linalg.solve_triangular(lower, matrix @ x, upper=False)
 
     for _ in range(ITERATIONS):
         x = step(step(x, shift), shift.mT)
@@ -47,11 +46,9 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
 
 def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor | None:
     """Which heads apply Koopman step number ``step`` (from 0): bool (H,), or None for all."""
-    return (
-        None
-        if step < min(powers)
-        else torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
-    )
+    if step < min(powers):
+        return None
+    return torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
 
 
 def fading_weights(

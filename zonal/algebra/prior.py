@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, row
 from zonal.errors import ArgumentError
 
 _EARLIER = Derived("no leak", "hence no output depends on a later token")
@@ -49,7 +49,7 @@ class Causal(Prior):
     include_self: bool | None = None
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("restriction", "prior", "causal", "no query sees a later key", (_EARLIER,)),)
+        return (self.move("restriction", "causal", "no query sees a later key", _EARLIER),)
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,8 @@ class ChunkCausal(Prior):
         require(self.size >= 1, f"ChunkCausal: size must be >= 1, received {self.size}.")
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move(
-                "restriction",
-                "prior",
-                "whole chunks",
-                f"a query sees only whole chunks of {self.size} tokens before its own",
-                (_EARLIER,),
-            ),
-        )
+        text = f"a query sees only whole chunks of {self.size} tokens before its own"
+        return (self.move("restriction", "whole chunks", text, _EARLIER),)
 
 
 @dataclass(frozen=True)
@@ -101,9 +94,7 @@ class Window(Prior):
 
     def moves(self) -> tuple[Move, ...]:
         reach = Derived("reach", f"hence n layers reach back at most {self.left} n tokens")
-        return (
-            Move("restriction", "prior", "window", f"a query sees at most the {self.left} keys before it", (reach,)),
-        )
+        return (self.move("restriction", "window", f"a query sees at most the {self.left} keys before it", reach),)
 
 
 @dataclass(frozen=True)
@@ -125,15 +116,8 @@ class ALiBi(Prior):
         return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move(
-                "restriction",
-                "prior",
-                "positions",
-                "evidence falls exponentially with the distance of positions, at a fixed rate per head",
-                (_SEPARABLE,),
-            ),
-        )
+        text = "evidence falls exponentially with the distance of positions, at a fixed rate per head"
+        return (self.move("restriction", "positions", text, _SEPARABLE),)
 
 
 @dataclass(frozen=True)
@@ -164,11 +148,7 @@ class Decay(Prior):
         )
 
     def initial(self) -> dict[str, Tensor]:
-        return (
-            {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates], dtype=torch.float32)}
-            if self.learn
-            else {}
-        )
+        return {"log_rate": row(*(math.log(-math.log(r)) for r in self.rates))} if self.learn else {}
 
     def log_decay(self, params: dict[str, Tensor], heads: int) -> Tensor:
         """log rate (H,) <= 0."""
@@ -180,7 +160,7 @@ class Decay(Prior):
 
     def moves(self) -> tuple[Move, ...]:
         factor = "a factor that each token sets" if self.gated else "a constant factor"
-        return (Move("restriction", "prior", "fading", f"evidence fades by {factor} a step", (_SEPARABLE,)),)
+        return (self.move("restriction", "fading", f"evidence fades by {factor} a step", _SEPARABLE),)
 
 
 class Intervals(NamedTuple):
@@ -332,19 +312,16 @@ class Bias:
     def tile(self, t0: int, t1: int, s0: int, s1: int, position: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The log prior of a tile, broadcastable to (B, H, t, s)."""
         total = None
-        if self.row is not None or self.col is not None:
-            row = None if self.row is None else self.row[..., t0:t1]
-            col = None if self.col is None else self.col[..., s0:s1]
-            if row is not None and col is not None and t1 > t0:
-                # both are long running sums: take out a common reference before leaving float64
-                reference = row[..., :1].detach()
-                row, col = row - reference, col + reference
-            parts = [
-                p
-                for p in (None if row is None else row[..., :, None], None if col is None else col[..., None, :])
-                if p is not None
-            ]
-            total = sum((p.to(dtype) for p in parts[1:]), parts[0].to(dtype))
+        row = None if self.row is None else self.row[..., t0:t1]
+        col = None if self.col is None else self.col[..., s0:s1]
+        if row is not None and col is not None and t1 > t0:
+            # both are long running sums: take out a common reference before leaving float64
+            reference = row[..., :1].detach()
+            row, col = row - reference, col + reference
+        if row is not None:
+            total = row[..., :, None].to(dtype)
+        if col is not None:
+            total = col[..., None, :].to(dtype) if total is None else total + col[..., None, :].to(dtype)
         if self.slope is not None:
             distance = (position[t0:t1, None] - torch.arange(s0, s1)).abs().to(self.slope.device)
             alibi = -self.slope.to(dtype)[:, None, None] * distance.to(dtype)

@@ -64,6 +64,13 @@ class Source:
     def normal(self, name: str, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator(name), dtype=torch.float64)
 
+    def gaussian(self, count: int, orthogonal: bool) -> Tensor:
+        """Vectors (H, count, d) of N(0, I). orthogonal: orthogonal within blocks of d, with lengths drawn apart."""
+        if not orthogonal:
+            return self.normal("omega", self.heads, count, self.dim)
+        length = self.normal("length", self.heads, count, self.dim).norm(dim=-1, keepdim=True)
+        return self.units("omega", count, orthogonal=True) * length
+
     def integers(self, name: str, below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, generator=self.generator(name))
 
@@ -98,37 +105,18 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
 
     Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). For grouped heads, repeat the rows of key heads
     for queries.
-    ``unit``: the claim and the positivity hold for vectors of length one only. ``learned``: names in ``prepare`` that
-    are trained. ``chosen``: names in ``prepare`` that are taken from given keys.
+    ``trivial``: phi(x) = x on both sides. ``unit``: the claim and the positivity hold for vectors of length one only.
+    ``learned``: names in ``prepare`` that are trained. ``chosen``: names in ``prepare`` that are taken from given keys.
+    ``nonnegative``: every feature is >= 0, so that rounding cannot make phi_q . phi_k negative.
     """
 
     slot: ClassVar[str] = "features"
-
-    @property
-    def trivial(self) -> bool:
-        """Whether phi(x) = x on both sides."""
-        return False
-
-    @property
-    def unit(self) -> bool:
-        return True
-
-    @property
-    def learned(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    @abc.abstractmethod
-    def claim(self) -> Claim: ...
-
-    @property
-    def nonnegative(self) -> bool:
-        """Whether every feature is >= 0, so that rounding cannot make phi_q . phi_k negative."""
-        return False
+    trivial: ClassVar[bool] = False
+    unit: ClassVar[bool] = True
+    learned: ClassVar[tuple[str, ...]] = ()
+    chosen: ClassVar[tuple[str, ...]] = ()
+    nonnegative: ClassVar[bool] = False
+    claim: ClassVar[Claim]
 
     @property
     def positive(self) -> bool:
@@ -235,10 +223,8 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
             return None
         return (
             f"features {type(self).__name__} can make kernel values negative, and anchor {type(anchor).__name__} "
-            "divides by their sum: it may vanish or turn "
-            "negative, and outputs then grow without bound. Use a map whose positive is True, anchor.Count() or "
-            "anchor.Raw(), "
-            "or Row(allow_signed=True) if you accept such rows"
+            "divides by their sum: it may vanish or turn negative, and outputs then grow without bound. Use a map "
+            "whose positive is True, anchor.Count() or anchor.Raw(), or Row(allow_signed=True) if you accept such rows"
         )
 
     def check(self, call: str, anchor: Anchor) -> None:

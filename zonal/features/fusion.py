@@ -38,18 +38,13 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
         return self.left.kernel(x, dim) * self.right.kernel(x, dim)
 
     def _product_claim(self, sampled: bool, text: str) -> Claim:
-        kinds = {self.left.claim.kind, self.right.claim.kind}
-        if "learned" in kinds:
+        claims = {claim.kind: claim for claim in (self.right.claim, self.left.claim)}
+        if "learned" in claims:
             return Claim("learned", text)
-        if "biased" in kinds:
-            return Claim(
-                "biased", f"{text}; {(self.left if self.left.claim.kind == 'biased' else self.right).claim.text}"
-            )
-        return Claim(
-            "exact" if kinds == {"exact"} and not sampled else "unbiased",
-            text,
-            0.0 if kinds == {"exact"} and not sampled else None,
-        )
+        if "biased" in claims:
+            return Claim("biased", f"{text}; {claims['biased'].text}")
+        exact = set(claims) == {"exact"} and not sampled
+        return Claim("exact", text, 0.0) if exact else Claim("unbiased", text)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         self.dimension(source.dim)  # of maps that fit
@@ -64,9 +59,8 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
         """phi from features of both maps."""
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        return self.fuse(
-            self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side), buffers
-        )
+        left, right = self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side)
+        return self.fuse(left, right, buffers)
 
 
 @dataclass(frozen=True)
@@ -149,12 +143,7 @@ class Sketched(Fused):
 
     def flops(self, dim: int) -> int:
         transforms = 3 * 5 * self.size * self.size.bit_length() // 2
-        return (
-            self.left.flops(dim)
-            + self.right.flops(dim)
-            + 2 * (self.left.dimension(dim) + self.right.dimension(dim))
-            + transforms
-        )
+        return sum(of.flops(dim) + 2 * of.dimension(dim) for of in (self.left, self.right)) + transforms
 
     def draw_rest(self, source: Source) -> dict[str, Tensor]:
         drawn = super().draw_rest(source)
@@ -179,20 +168,15 @@ class SharedHadamard(FeatureMap):
     Its expectation is e^(2 s x) [(1 + m)^2 + 2 x^2 + 4 m x] with m = 2 s (1 + x)^2, not x^2 e^(2 s x).
     """
 
+    claim = Claim("unbiased", "of another kernel than x^2 e^(2 s x)")
+    nonnegative = True
+
     draws: int
     s: float = 0.5
 
     def __post_init__(self) -> None:
         require_whole("SharedHadamard: draws", self.draws, most=2**16)
         require(self.s >= 0, f"SharedHadamard: s must be >= 0, received {self.s}.")
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("unbiased", "of another kernel than x^2 e^(2 s x)")
-
-    @property
-    def nonnegative(self) -> bool:
-        return True
 
     def dimension(self, dim: int) -> int:
         return self.draws

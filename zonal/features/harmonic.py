@@ -24,6 +24,8 @@ class Harmonics(FeatureMap):
     finds the a_k of a polynomial, and ``scale`` repeats numbers over the features of each degree.
     """
 
+    claim = Claim("exact", "H_k(q) . H_k(k) = R_k(q . k) on unit vectors", 0.0)
+
     degree: int
 
     def __post_init__(self) -> None:
@@ -33,8 +35,7 @@ class Harmonics(FeatureMap):
         """How many features each degree has."""
         require(
             dim >= 2,
-            "Harmonics: vectors of at least two numbers are required (a single number has no angle), received a size "
-            f"of {dim}.",
+            f"Harmonics: vectors of at least two numbers are required (one has no angle), received a size of {dim}.",
         )
         return tuple(gegenbauer.harmonic_dimension(k, dim - 1) for k in range(self.degree + 1))
 
@@ -47,10 +48,6 @@ class Harmonics(FeatureMap):
     @property
     def positive(self) -> bool:
         return self.degree == 0
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("exact", "H_k(q) . H_k(k) = R_k(q . k) on unit vectors", 0.0)
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         return torch.stack(gegenbauer.basis(x, self.degree + 1, dim - 1)).sum(0)

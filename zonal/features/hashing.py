@@ -21,6 +21,7 @@ from zonal.kernels.sparse import Function
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
 _MIX = 0x9E3779B1
+_FAMILIES = (((Euclidean, SquaredEuclidean, HilbertSchmidt), "plane"), (Sphere, "sphere"), (Hyperbolic, "hyperbolic"))
 
 
 class Drawn(NamedTuple):
@@ -80,32 +81,11 @@ def _mixed(parts: list[Tensor]) -> Tensor:
     return code & (CODES - 1) if len(parts) == 1 else ((code * _MIX) & 0xFFFFFFFF) >> 16
 
 
-@functools.singledispatch
 def family(metric: Metric) -> str:
     """The hash family of a space: "plane", "sphere", "hyperbolic" or "product"; "" where there is none."""
-    return ""
-
-
-@family.register(Euclidean)
-@family.register(SquaredEuclidean)
-@family.register(HilbertSchmidt)
-def _(metric: Metric) -> str:
-    return "plane"
-
-
-@family.register
-def _(metric: Sphere) -> str:
-    return "sphere"
-
-
-@family.register
-def _(metric: Hyperbolic) -> str:
-    return "hyperbolic"
-
-
-@family.register
-def _(metric: Product) -> str:
-    return "product" if all(family(factor) for factor in metric.factors) else ""
+    if isinstance(metric, Product):
+        return "product" if all(family(factor) for factor in metric.factors) else ""
+    return next((name for kinds, name in _FAMILIES if isinstance(metric, kinds)), "")
 
 
 def hashing_refusal(score: Score) -> str | None:

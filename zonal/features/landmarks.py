@@ -1,20 +1,19 @@
 """Features from landmarks: squared products with anchors, stable Nystrom features, and a low-rank square."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from zonal import device_memory
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_one_of, require_whole
 from zonal.algebra.link import Link, SquaredAffine
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 from zonal.features.polynomial import square
 
 Choice = Literal["random", "orthogonal", "kmeans"]
 _SQUARE = SquaredAffine(bias=0.0)
-_CHOICES = ("random", "orthogonal", "kmeans")
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = 25) -> Tensor:
@@ -43,7 +42,7 @@ def landmarks(choice: Choice, count: int, source: Source, call: str) -> Tensor:
 
 def _check(call: str, count: int, choice: str) -> None:
     require_whole(f"{call}: count", count, most=2**16)
-    require(choice in _CHOICES, f"{call}: choice must be one of {', '.join(_CHOICES)}, received {choice!r}.")
+    require_one_of(f"{call}: choice", choice, get_args(Choice))
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,8 @@ class Anchors(FeatureMap):
 
     choice: ``random``, ``orthogonal`` in blocks of d, ``kmeans`` of given keys. learn: the anchors are trained.
     """
+
+    nonnegative = True
 
     count: int
     choice: Choice = "random"
@@ -75,10 +76,6 @@ class Anchors(FeatureMap):
         if self.learn or self.choice == "kmeans":
             return Claim("learned", "anchors follow the data")
         return Claim("biased", "tends to (1 + 2 x^2)/(d (d + 2)), where x^2 is meant")
-
-    @property
-    def nonnegative(self) -> bool:
-        return True
 
     def dimension(self, dim: int) -> int:
         return self.count
@@ -109,6 +106,8 @@ class Nystrom(FeatureMap):
     kernel_link: any link over q . k without learned parts; x^2 by default.
     """
 
+    claim = Claim("biased", "the projection of the kernel on its landmarks")
+
     count: int
     kernel_link: Link = _SQUARE
     choice: Choice = "random"
@@ -130,10 +129,6 @@ class Nystrom(FeatureMap):
     def chosen(self) -> tuple[str, ...]:
         return ("anchors", "whitening") if self.choice == "kmeans" else ()
 
-    @property
-    def claim(self) -> Claim:
-        return Claim("biased", "the projection of the kernel on its landmarks")
-
     def dimension(self, dim: int) -> int:
         return self.count
 
@@ -146,13 +141,8 @@ class Nystrom(FeatureMap):
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         # the kernel among landmarks, its eigenvectors and the whitening, in float64
-        device_memory.require(
-            "Nystrom.prepare",
-            f"{self.count} landmarks for each of {source.heads} heads",
-            3 * 8 * source.heads * self.count**2,
-            "cpu",
-            "Use fewer landmarks.",
-        )
+        what, size = f"{self.count} landmarks for each of {source.heads} heads", 3 * 8 * source.heads * self.count**2
+        device_memory.require("Nystrom.prepare", what, size, "cpu", "Use fewer landmarks.")
         at = landmarks(self.choice, self.count, source, "Nystrom.prepare")
         lam, u = torch.linalg.eigh(self.kernel(at @ at.mT, source.dim))
         kept = lam > self.cutoff * lam[:, -1:]
@@ -172,25 +162,20 @@ class LowRankSquare(FeatureMap):
     1)(r + 2)/2 + 1, and one less for r = d, where the kernel is (x + b)^2.
     """
 
+    claim = Claim("biased", "directions outside the projection are known by their length only")
+
     rank: int
     bias: float = 0.04
     choice: Literal["random", "pca"] = "random"
 
     def __post_init__(self) -> None:
         require_whole("LowRankSquare: rank", self.rank, most=2**16)
-        require(
-            self.choice in ("random", "pca"),
-            f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.",
-        )
+        require_one_of("LowRankSquare: choice", self.choice, ("random", "pca"))
         require(self.bias != 0, "LowRankSquare: bias must not be 0; features.square() is the bare square.")
 
     @property
     def chosen(self) -> tuple[str, ...]:
         return ("projection",) if self.choice == "pca" else ()
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("biased", "directions outside the projection are known by their length only")
 
     @property
     def positive(self) -> bool:

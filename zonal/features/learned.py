@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_one_of, require_whole
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
@@ -22,6 +22,10 @@ class LearnedExp(FeatureMap):
     Source: Zhang et al. 2024 (Hedgehog).
     """
 
+    unit = False
+    claim = Claim("learned", "projections are trained to reproduce a kernel's rows")
+    nonnegative = True
+
     size: int
     activation: Literal["softmax", "exp"] = "softmax"
     shared: bool = False
@@ -33,26 +37,11 @@ class LearnedExp(FeatureMap):
             "LearnedExp: an even size >= 2 is required, because each projection is used with both signs, "
             f"received {self.size}.",
         )
-        require(
-            self.activation in ("softmax", "exp"),
-            f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.",
-        )
-
-    @property
-    def unit(self) -> bool:
-        return False
+        require_one_of("LearnedExp: activation", self.activation, ("softmax", "exp"))
 
     @property
     def learned(self) -> tuple[str, ...]:
         return ("weight",) if self.shared else ("query_weight", "key_weight")
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("learned", "projections are trained to reproduce a kernel's rows")
-
-    @property
-    def nonnegative(self) -> bool:
-        return True
 
     def dimension(self, dim: int) -> int:
         return self.size

@@ -26,6 +26,8 @@ class Polynomial(FeatureMap):
     Raises: ArgumentError for degrees other than 1 to 6.
     """
 
+    claim = Claim("exact", "a weighted sum of symmetric powers", 0.0)
+
     coefficients: tuple[float, ...]
     anywhere: bool = False
 
@@ -73,10 +75,6 @@ class Polynomial(FeatureMap):
     @property
     def unit(self) -> bool:
         return not self.anywhere
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("exact", "a weighted sum of symmetric powers", 0.0)
 
     @property
     def positive(self) -> bool:

@@ -8,13 +8,13 @@ Laguerre needs 231.
 import functools
 import itertools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.errors import ArgumentError
 from zonal.features.least_squares import levenberg_marquardt
 
@@ -45,7 +45,7 @@ def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = Non
     require(
         eps > 0 and math.isfinite(eps), f"quadrature: eps must be > 0 (the kernel is unbounded at 0), received {eps}."
     )
-    require(rule in ("laguerre", "minimax"), f"quadrature: rule must be 'laguerre' or 'minimax', received {rule!r}.")
+    require_one_of("quadrature: rule", rule, get_args(Rule))
     limit = _MAX_LAGUERRE if rule == "laguerre" else _MAX_MINIMAX
     require(
         isinstance(count, int) and 1 <= count <= limit,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_positive, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 
@@ -23,6 +23,9 @@ class PositiveRandom(FeatureMap):
     Source: Choromanski et al. 2021; SLAY, eq. 9.
     """
 
+    unit = False
+    nonnegative = True
+
     draws: int
     s: float = 0.5
     orthogonal: bool = False
@@ -38,24 +41,14 @@ class PositiveRandom(FeatureMap):
         require(self.s >= 0 and math.isfinite(self.s), f"PositiveRandom: s must be >= 0, received {self.s}.")
 
     @property
-    def unit(self) -> bool:
-        return False
-
-    @property
     def learned(self) -> tuple[str, ...]:
         return ("omega",) if self.learn else ()
 
     @property
     def claim(self) -> Claim:
-        return (
-            Claim("learned", "projections are trained")
-            if self.learn
-            else Claim("unbiased", "the mean of exp over Gaussian projections")
-        )
-
-    @property
-    def nonnegative(self) -> bool:
-        return True
+        if self.learn:
+            return Claim("learned", "projections are trained")
+        return Claim("unbiased", "the mean of exp over Gaussian projections")
 
     def dimension(self, dim: int) -> int:
         return self.draws
@@ -71,12 +64,7 @@ class PositiveRandom(FeatureMap):
         return torch.expm1(4 * self.s * (1 + x)) / self.draws
 
     def draw(self, source: Source) -> dict[str, Tensor]:
-        count = self.draws // 2 if self.antithetic else self.draws
-        if self.orthogonal:
-            length = source.normal("length", source.heads, count, source.dim).norm(dim=-1, keepdim=True)
-            omega = source.units("omega", count, orthogonal=True) * length
-        else:
-            omega = source.normal("omega", source.heads, count, source.dim)
+        omega = source.gaussian(self.draws // 2 if self.antithetic else self.draws, self.orthogonal)
         return {"omega": torch.cat([omega, -omega], 1) if self.antithetic else omega}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
@@ -106,7 +94,7 @@ class Fourier(FeatureMap):
             self.size % 2 == 0,
             f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.",
         )
-        require(self.width > 0, f"Fourier: width must be > 0, received {self.width}.")
+        require_positive("Fourier: width", self.width)
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -114,11 +102,9 @@ class Fourier(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        return (
-            Claim("learned", "frequencies are trained")
-            if self.learn
-            else Claim("unbiased", "the Fourier transform of a Gaussian, sampled")
-        )
+        if self.learn:
+            return Claim("learned", "frequencies are trained")
+        return Claim("unbiased", "the Fourier transform of a Gaussian, sampled")
 
     def dimension(self, dim: int) -> int:
         return self.size
@@ -130,10 +116,7 @@ class Fourier(FeatureMap):
         return ((x - 1) / self.width**2).exp()
 
     def draw(self, source: Source) -> dict[str, Tensor]:
-        if self.orthogonal:
-            length = source.normal("length", source.heads, self.size // 2, source.dim).norm(dim=-1, keepdim=True)
-            return {"omega": source.units("omega", self.size // 2, orthogonal=True) * length / self.width}
-        return {"omega": source.normal("omega", source.heads, self.size // 2, source.dim) / self.width}
+        return {"omega": source.gaussian(self.size // 2, self.orthogonal) / self.width}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         angle = x @ buffers["omega"].mT
@@ -141,35 +124,37 @@ class Fourier(FeatureMap):
 
 
 @dataclass(frozen=True)
-class RandomMaclaurin(FeatureMap):
-    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r. Signed.
+class _Power(FeatureMap):
+    """Base of maps with E phi(u) . phi(v) = (u . v)^degree for vectors of any length, in ``size`` features."""
 
-    E phi(u) . phi(v) = (u . v)^degree. Source: Kar and Karnick 2012; SLAY, appendix C.
-    """
+    unit = False
 
     size: int
     degree: int = 2
 
     def __post_init__(self) -> None:
-        require_whole("RandomMaclaurin: size", self.size, most=2**16)
-        require(1 <= self.degree <= 6, f"RandomMaclaurin: degree must be from 1 to 6, received {self.degree}.")
-
-    @property
-    def unit(self) -> bool:
-        return False
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("unbiased", "products of projections on independent random signs")
+        name = type(self).__name__
+        require_whole(f"{name}: size", self.size, most=2**16)
+        require(1 <= self.degree <= 6, f"{name}: degree must be from 1 to 6, received {self.degree}.")
 
     def dimension(self, dim: int) -> int:
         return self.size
 
-    def flops(self, dim: int) -> int:
-        return self.size * self.degree * (2 * dim + 1)
-
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         return x**self.degree
+
+
+@dataclass(frozen=True)
+class RandomMaclaurin(_Power):
+    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r. Signed.
+
+    E phi(u) . phi(v) = (u . v)^degree. Source: Kar and Karnick 2012; SLAY, appendix C.
+    """
+
+    claim = Claim("unbiased", "products of projections on independent random signs")
+
+    def flops(self, dim: int) -> int:
+        return self.size * self.degree * (2 * dim + 1)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         return {"signs": source.signs("signs", source.heads, self.degree, self.size, source.dim)}
@@ -187,9 +172,8 @@ def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
     x (…, H, T, d), bucket and sign (H, d) -> (…, H, T, size).
     """
     signed = x * sign.unsqueeze(-2)
-    return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(
-        -1, bucket.unsqueeze(-2).expand(signed.shape), signed
-    )
+    buckets = torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size))
+    return buckets.scatter_add(-1, bucket.unsqueeze(-2).expand(signed.shape), signed)
 
 
 def convolve(parts: list[Tensor]) -> Tensor:
@@ -203,44 +187,24 @@ def convolve(parts: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TensorSketch(FeatureMap):
+class TensorSketch(_Power):
     """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x. Signed.
 
     E phi(u) . phi(v) = (u . v)^degree exactly. Source: Pham and Pagh 2013.
     """
 
-    size: int
-    degree: int = 2
-
-    def __post_init__(self) -> None:
-        require_whole("TensorSketch: size", self.size, most=2**16)
-        require(1 <= self.degree <= 6, f"TensorSketch: degree must be from 1 to 6, received {self.degree}.")
-
-    @property
-    def unit(self) -> bool:
-        return False
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("unbiased", "a count sketch of the tensor power")
-
-    def dimension(self, dim: int) -> int:
-        return self.size
+    claim = Claim("unbiased", "a count sketch of the tensor power")
 
     def flops(self, dim: int) -> int:
         return self.degree * 2 * dim + (self.degree + 1) * 5 * self.size * math.ceil(math.log2(self.size + 1)) // 2
-
-    def kernel(self, x: Tensor, dim: int) -> Tensor:
-        return x**self.degree
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         shape = (source.heads, self.degree, source.dim)
         return {"bucket": source.integers("bucket", self.size, *shape), "sign": source.signs("sign", *shape)}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        return convolve(
-            [count_sketch(x, buffers["bucket"][:, j], buffers["sign"][:, j], self.size) for j in range(self.degree)]
-        )
+        sketched = zip(buffers["bucket"].unbind(1), buffers["sign"].unbind(1), strict=True)
+        return convolve([count_sketch(x, bucket, sign, self.size) for bucket, sign in sketched])
 
 
 __all__ = ["Fourier", "PositiveRandom", "RandomMaclaurin", "TensorSketch", "convolve", "count_sketch"]

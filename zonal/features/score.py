@@ -2,13 +2,12 @@
 
 import functools
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zonal import device_memory
-from zonal.algebra.declaration import Derived, Move, require, require_whole
+from zonal.algebra.declaration import Derived, Move, require, require_positive, require_whole
 from zonal.algebra.score import Params, Score, unit
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
@@ -17,9 +16,8 @@ from zonal.kernels import transforms
 
 @dataclass(frozen=True)
 class Features(Score):
-    """S_ts = phi_q(q_t) .
-
-    phi_k(k_s), for q and k or for their unit vectors if the map requires them (``features.unit``).
+    """S_ts = phi_q(q_t) . phi_k(k_s), for q and k or for their unit vectors if the map requires them
+    (``features.unit``).
 
     dim: size of a head. The map draws its numbers for this size; they belong to the operator, are saved with it, and
     its learned parts can be trained. None = open: a layer fills in its own size, and a bare call uses the initial
@@ -34,7 +32,7 @@ class Features(Score):
     memory.
     """
 
-    bilinear: ClassVar[bool] = True
+    bilinear = True
 
     features: FeatureMap
     dim: int | None = None
@@ -53,7 +51,7 @@ class Features(Score):
         require_whole("Features: heads", self.heads)
         if self.seed is not None:
             require_whole("Features: seed", self.seed, 0, 2**63 - 1)
-        require(self.temperature > 0, f"Features: temperature must be > 0, received {self.temperature}.")
+        require_positive("Features: temperature", self.temperature)
 
     @property
     def positive(self) -> bool:
@@ -79,9 +77,8 @@ class Features(Score):
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
         if self.seed is not None:
             return {}
-        return {
-            name: value for name, value in _drawn(replace(self, seed=seed)).items() if name not in self.features.chosen
-        }
+        drawn = _drawn(replace(self, seed=seed))
+        return {name: value for name, value in drawn.items() if name not in self.features.chosen}
 
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
@@ -128,9 +125,9 @@ class Features(Score):
         if asked and bool((phi == 0).all(-1).any()):
             raise ArgumentError(
                 f"attention: all features {type(self.features).__name__} of some vector are 0 in "
-                f"{str(phi.dtype).removeprefix('torch.')}, being exponentials of "
-                "minus its length squared: the sums that rows are divided by would vanish. "
-                "Make queries and keys shorter (a norm on them, qk_norm=True in a layer)."
+                f"{str(phi.dtype).removeprefix('torch.')}, being exponentials of minus its length squared: the sums "
+                "that rows are divided by would vanish. Make queries and keys shorter (a norm on them, qk_norm=True in "
+                "a layer)."
             )
         return phi
 
@@ -142,22 +139,20 @@ class Features(Score):
         elif self.dim != dim:
             raise ArgumentError(
                 f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and "
-                f"meet one of {dim}. "
-                f"Declare dim={dim}, or leave it open and use the operator in nn.Attention, which gives its own."
+                f"meet one of {dim}. Declare dim={dim}, or leave it open and use the operator in nn.Attention, which "
+                "gives its own."
             )
         if not torch.compiler.is_compiling() and any(bool(params[name].isnan().any()) for name in self.features.chosen):
             raise ArgumentError(
                 f"attention: {type(self.features).__name__} features choose {', '.join(self.features.chosen)} from "
-                "keys, and have seen none. "
-                "Use operator.fit(k) with keys (batch, key heads, tokens, dim) as they come to it."
+                "keys, and have seen none. Use operator.fit(k) with keys (batch, key heads, tokens, dim) as they come "
+                "to it."
             )
         size, vectors = self.features.dimension(dim), x[..., 0].numel()
+        what = f"{size} features for each of {vectors} vectors, and the work of making them,"
+        remedy = "Use fewer features, or absorb shorter pieces into a memory."
         # twice: what they are made from is about as large
-        device_memory.require(
-            "attention", f"{size} features for each of {vectors} vectors, and the work of making "
-                         "them,", 2 * vectors * size * x.element_size(), x.device,
-            "Use fewer features, or absorb shorter pieces into a memory.",
-        )  # fmt: skip
+        device_memory.require("attention", what, 2 * vectors * size * x.element_size(), x.device, remedy)
         return {
             name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
             for name, value in params.items()
@@ -170,44 +165,22 @@ class Features(Score):
 
     def moves(self) -> tuple[Move, ...]:
         claim = self.features.claim
-        name = type(self.features).__name__
+        name = f"{type(self.features).__name__} features"
         if claim.kind == "exact":
-            return (
-                Move(
-                    "restriction",
-                    "score",
-                    f"{name} features",
-                    f"the kernel is theirs: {claim.text}",
-                    (Derived("exact features", "hence it is exact: a dot product of finitely many numbers"),),
-                ),
-            )
+            exact = Derived("exact features", "hence it is exact: a dot product of finitely many numbers")
+            return (self.move("restriction", name, f"the kernel is theirs: {claim.text}", exact),)
         if claim.kind == "learned":
-            return (
-                Move(
-                    "restriction",
-                    "score",
-                    f"{name} features",
-                    f"the kernel is a dot product of features that learn: {claim.text}",
-                ),
-            )
-        return (
-            Move(
-                "approximation",
-                "score",
-                f"{name} features",
-                f"the kernel is meant, not exact ({claim.kind}): {claim.text}",
-            ),
-        )
+            text = f"the kernel is a dot product of features that learn: {claim.text}"
+            return (self.move("restriction", name, text),)
+        return (self.move("approximation", name, f"the kernel is meant, not exact ({claim.kind}): {claim.text}"),)
 
 
 @functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
 def _drawn(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
-    with (
-        torch.device("cpu"),
-        torch.inference_mode(False),
-    ):  # kept: for models beside one of shapes alone, and for calls with gradients
+    # kept: for models beside one of shapes alone, and for calls with gradients
+    with torch.device("cpu"), torch.inference_mode(False):
         return score.features.start(score.dim, score.heads, seed=score.seed or 0)
 
 

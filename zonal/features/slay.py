@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.errors import unknown_name
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
 from zonal.features.fusion import Fused, Hadamard, SharedHadamard, Sketched, TensorProduct
@@ -17,7 +17,6 @@ from zonal.features.random import PositiveRandom
 
 Fusion = Literal["tensor", "hadamard", "shared", "sketch"]
 _ANCHORS = Anchors(8)
-_FUSIONS = ("tensor", "hadamard", "shared", "sketch")
 # (R, D, P) of the three scales of the paper's ablation
 _PRESETS = {"small": (2, 8, 8), "medium": (2, 16, 16), "large": (2, 32, 32)}
 
@@ -57,9 +56,7 @@ class Slay(FeatureMap):
     anew: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            self.fusion in _FUSIONS, f"Slay: fusion must be one of {', '.join(_FUSIONS)}, received {self.fusion!r}."
-        )
+        require_one_of("Slay: fusion", self.fusion, get_args(Fusion))
         require(
             self.fusion != "shared" or not (self.orthogonal or self.antithetic or self.learn),
             "Slay: fusion='shared' has independent draws that are not learned only.",
@@ -120,14 +117,9 @@ class Slay(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        of = self._parts[0].claim
-        error = self.rule_used.error
-        return Claim(
-            of.kind,
-            f"at each of {self.nodes} {self.rule} nodes: {of.text}; "
-            f"the quadrature itself is off by {error:.3g} at most",
-            error,
-        )
+        of, error = self._parts[0].claim, self.rule_used.error
+        text = f"at each of {self.nodes} {self.rule} nodes: {of.text}; the quadrature itself is off by"
+        return Claim(of.kind, f"{text} {error:.3g} at most", error)
 
     @property
     def nonnegative(self) -> bool:
@@ -148,12 +140,8 @@ class Slay(FeatureMap):
         used = self.rule_used
         # the exponential and its weight in one exponent; the rest of a node is its kernel at s = 0, except for shared
         # draws
-        return torch.stack(
-            [
-                (log_w + 2 * s * x).exp() * self._factor(x, dim, s)
-                for s, log_w in zip(used.nodes, used.log_weights, strict=True)
-            ]
-        ).sum(0)
+        nodes = zip(used.nodes, used.log_weights, strict=True)
+        return torch.stack([(log_w + 2 * s * x).exp() * self._factor(x, dim, s) for s, log_w in nodes]).sum(0)
 
     def _factor(self, x: Tensor, dim: int, s: float) -> Tensor:
         if self.fusion == "shared":
@@ -165,9 +153,8 @@ class Slay(FeatureMap):
         drawn = {} if once is None else under("polynomial", once.draw(source.child("polynomial")))
         for r, of in enumerate(self._parts):
             node = source.child(f"node{r}")
-            drawn |= under(
-                f"node{r}", of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node)
-            )
+            own = of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node)
+            drawn |= under(f"node{r}", own)
         return drawn
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
@@ -177,22 +164,19 @@ class Slay(FeatureMap):
         found = []
         for r, of in enumerate(self._parts):
             own = part(buffers, f"node{r}")
-            phi = (
-                of(x, own, side)
-                if left is None or not isinstance(of, Fused)
-                else of.fuse(left, of.right(x, part(own, "right"), side), own)
-            )
+            if left is None or not isinstance(of, Fused):
+                phi = of(x, own, side)
+            else:
+                phi = of.fuse(left, of.right(x, part(own, "right"), side), own)
             found.append(phi * roots[r])
         return torch.cat(found, -1)
 
     def laplace_only(self) -> "Slay":
         """The paper's baseline without x^2, with an equal number of features through more draws."""
-        factor = self.polynomial
-        return (
-            self
-            if factor is None
-            else replace(self, polynomial=None, draws=self.draws * (factor.count if isinstance(factor, Anchors) else 1))
-        )
+        if self.polynomial is None:
+            return self
+        anchors = self.polynomial.count if isinstance(self.polynomial, Anchors) else 1
+        return replace(self, polynomial=None, draws=self.draws * anchors)
 
 
 __all__ = ["Fusion", "Slay"]

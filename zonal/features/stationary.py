@@ -2,18 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_one_of, require_positive, require_whole
 from zonal.errors import ArgumentError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 Stationarity = Literal["gaussian", "laplacian", "matern"]
-_KERNELS = ("gaussian", "laplacian", "matern")
-_SMOOTHNESS = (0.5, 1.5, 2.5)
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Stationary(FeatureMap):
     Choromanski et al. 2021, applied to each Gaussian of the mixture.
     """
 
+    unit = False
+
     size: int
     kappa: Stationarity = "gaussian"
     width: float | None = None
@@ -52,18 +52,9 @@ class Stationary(FeatureMap):
             not (self.signed and self.size % 2),
             f"Stationary: a cosine and a sine for each frequency need an even size, received {self.size}.",
         )
-        require(
-            self.kappa in _KERNELS, f"Stationary: kappa must be one of {', '.join(_KERNELS)}, received {self.kappa!r}."
-        )
-        require(self.width is None or self.width > 0, f"Stationary: width must be > 0 or None, received {self.width}.")
-        require(
-            self.smoothness in _SMOOTHNESS,
-            f"Stationary: smoothness must be 0.5, 1.5 or 2.5, received {self.smoothness}.",
-        )
-
-    @property
-    def unit(self) -> bool:
-        return False
+        require_one_of("Stationary: kappa", self.kappa, get_args(Stationarity))
+        require_positive("Stationary: width", self.width, optional=True)
+        require_one_of("Stationary: smoothness", self.smoothness, (0.5, 1.5, 2.5))
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -71,11 +62,9 @@ class Stationary(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        return (
-            Claim("learned", "frequencies are trained")
-            if self.learn
-            else Claim("unbiased", f"the {self.kappa} kernel as a mixture of Gaussians, sampled")
-        )
+        if self.learn:
+            return Claim("learned", "frequencies are trained")
+        return Claim("unbiased", f"the {self.kappa} kernel as a mixture of Gaussians, sampled")
 
     @property
     def nonnegative(self) -> bool:

@@ -28,6 +28,9 @@ class SymmetricPowers(FeatureMap):
     There is nothing to prepare, and queries and keys have the same map.
     """
 
+    unit = False
+    claim = Claim("exact", "Sym_k(q) . Sym_k(k) = (q . k)^k", 0.0)
+
     degree: int
     lowest: int = 0
 
@@ -53,17 +56,9 @@ class SymmetricPowers(FeatureMap):
         return self.degree == 1 and self.lowest == 1
 
     @property
-    def unit(self) -> bool:
-        return False
-
-    @property
     def positive(self) -> bool:
         # 1 + x + … + x^n = (x^(n + 1) - 1)/(x - 1), whose two factors have one sign when n is even
         return self.lowest == 0 and self.degree % 2 == 0
-
-    @property
-    def claim(self) -> Claim:
-        return Claim("exact", "Sym_k(q) . Sym_k(k) = (q . k)^k", 0.0)
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         return torch.stack([x**k for k in range(self.lowest, self.degree + 1)]).sum(0)

@@ -78,16 +78,17 @@ class _PlanProbe(Probe):
         return isinstance(self.anchor, Plan) or (isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[1] is None)
 
     def observe(self, log_kernel: Tensor) -> Observed:
-        block, (mu, nu, _) = log_kernel.double()[:, None], self.marginals
+        block = log_kernel.double()[:, None]
 
         def rows(a: Tensor, b: Tensor) -> Tensor:
             return (block + a[..., None] + b[..., None, :]).logsumexp(-1)
 
-        at = self.anchor.potentials(
-            self.marginals, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2)
-        )
-        left = self.anchor.stepped(self.anchor.query_step, rows, mu, nu, at.query, at.key, True).potential[:, 0]
-        right = weighted(nu, at.key)[:, 0]
+        def columns(a: Tensor, b: Tensor) -> Tensor:
+            return (block + a[..., None] + b[..., None, :]).logsumexp(-2)
+
+        at = self.anchor.potentials(self.marginals, rows, columns)
+        left = self.anchor.query_stepped(self.marginals, rows, at.query, at.key).potential[:, 0]
+        right = weighted(self.marginals.key, at.key)[:, 0]
         return Observed(block[:, 0] + left[..., None] + right[..., None, :], left, right)
 
 

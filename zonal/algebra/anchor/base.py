@@ -61,6 +61,7 @@ class Blocks(NamedTuple):
     marginals: Marginals | None = None
 
 
+ROW_GAUGE = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
 _NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output: no gauge")
 
 
@@ -106,23 +107,14 @@ class Anchor(Declaration, abstract=True):
     normalises: ClassVar[bool] = False
     couples: ClassVar[bool] = False
     include_self: ClassVar[bool] = True
+    top: ClassVar[int] = 0
+    shifts: ClassVar[int] = 0
+    by_query: ClassVar[bool] = False
 
     @property
     def reduction(self) -> str | None:
         """``reduces_as`` of this very class."""
         return vars(type(self)).get("reduces_as")
-
-    @property
-    def top(self) -> int:
-        return 0
-
-    @property
-    def shifts(self) -> int:
-        return 0
-
-    @property
-    def by_query(self) -> bool:
-        return False
 
     def weights(self, blocks: Blocks) -> Tensor:
         """W (B, H, T, S): the definition."""
@@ -193,7 +185,7 @@ class Row(SumAnchor):
     Raises: ArgumentError when an operator with a signed kernel runs without ``allow_signed``.
     """
 
-    normalises: ClassVar[bool] = True
+    normalises = True
     reduces_as = "row"
 
     allow_signed: bool = False
@@ -203,12 +195,9 @@ class Row(SumAnchor):
 
     def weights(self, blocks: Blocks) -> Tensor:
         if blocks.log:
-            top = (
-                blocks.qk.amax(-1, keepdim=True)
-                if blocks.qk.shape[-1]
-                else blocks.qk.new_zeros(*blocks.qk.shape[:-1], 1)
-            )
-            kernel = (blocks.qk - top.masked_fill(top == float("-inf"), 0).detach()).exp()
+            log = blocks.qk
+            top = log.amax(-1, keepdim=True) if log.shape[-1] else log.new_zeros(*log.shape[:-1], 1)
+            kernel = (log - top.masked_fill(top == float("-inf"), 0).detach()).exp()
         else:
             kernel = blocks.qk
         mass = kernel.sum(-1, keepdim=True)
@@ -217,24 +206,14 @@ class Row(SumAnchor):
         return torch.where(empty, 0, kernel / torch.where(empty, 1, mass))
 
     def moves(self) -> tuple[Move, ...]:
-        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
         mean = Derived("means of values", "hence outputs are weighted means of values")
         signed = Derived("", "hence a row's sum may come near zero, and its output grow without bound")
-        return (
-            *(
-                (Move("restriction", "anchor", "signed rows", "K may be negative (allow_signed)", (signed,)),)
-                if self.allow_signed
-                else ()
-            ),
-            Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
-            Move(
-                "section",
-                "anchor",
-                "rows of sum one",
-                "of all a K the one whose rows sum to one",
-                () if self.allow_signed else (mean,),
-            ),
-        )
+        probe = self.move("quotient", "row probe", "only the row-conditional of K is observed", ROW_GAUGE)
+        section = "rows of sum one", "of all a K the one whose rows sum to one"
+        if not self.allow_signed:
+            return (probe, self.move("section", *section, mean))
+        accepted = self.move("restriction", "signed rows", "K may be negative (allow_signed)", signed)
+        return (accepted, probe, self.move("section", *section))
 
 
 @dataclass(frozen=True)
@@ -251,7 +230,7 @@ class TopK(Anchor):
     """
 
     family = "sums"
-    normalises: ClassVar[bool] = True
+    normalises = True
 
     k: int = 256
     search: Search | None = None
@@ -285,17 +264,8 @@ class TopK(Anchor):
     def moves(self) -> tuple[Move, ...]:
         found = () if self.search is None else self.search.moves()
         few = Derived("few keys", "hence no other key has a weight, but for those that equal the least of them")
-        return (
-            Move(
-                "restriction",
-                "anchor",
-                "top k",
-                f"all but the {self.k} largest entries of a row are no evidence",
-                (few,),
-            ),
-            *Row().moves(),
-            *found,
-        )
+        text = f"all but the {self.k} largest entries of a row are no evidence"
+        return (self.move("restriction", "top k", text, few), *Row().moves(), *found)
 
 
 @dataclass(frozen=True)
@@ -313,11 +283,12 @@ class Count(SumAnchor):
         return kernel * torch.where(count > 0, 1 / count.clamp_min(1).to(kernel.dtype), 0)
 
     def moves(self) -> tuple[Move, ...]:
+        repeated = Derived("repeated keys", "hence keys that are all given twice change no output")
+        text = "K is read as a density against the counting measure of visible keys"
         return (
-            Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)),
-            Move("section", "anchor", "counted", "K is read as a density against the counting measure of visible keys",
-                 (Derived("repeated keys", "hence keys that are all given twice change no output"),)),
-        )  # fmt: skip
+            self.move("quotient", "kernel probe", "K itself is observed", _NO_GAUGE),
+            self.move("section", "counted", text, repeated),
+        )
 
 
 @dataclass(frozen=True)
@@ -335,12 +306,13 @@ class Raw(SumAnchor):
     def moves(self) -> tuple[Move, ...]:
         grows = Derived("added keys", "hence outputs are sums over keys: those of two sets of keys add")
         return (
-            Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)),
-            Move("section", "anchor", "raw", "weights are K as it is", (grows,)),
+            self.move("quotient", "kernel probe", "K itself is observed", _NO_GAUGE),
+            self.move("section", "raw", "weights are K as it is", grows),
         )
 
 
 __all__ = [
+    "ROW_GAUGE",
     "Anchor",
     "Blocks",
     "Count",

@@ -14,7 +14,6 @@ give the same mass to keys outside it, so the optimum inside a child does not de
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,8 +36,8 @@ class Hierarchical(Anchor):
     """
 
     family = "tree"
-    couples: ClassVar[bool] = True
-    normalises: ClassVar[bool] = True
+    couples = True
+    normalises = True
 
     sizes: tuple[int, ...] = (16,)
 
@@ -73,24 +72,17 @@ class Hierarchical(Anchor):
             member = torch.nn.functional.one_hot(node).to(scores) * real[..., None]
             count = member.sum(-2)
             mean = member / count.clamp_min(1)[..., None, :]
-            tied = torch.where(
-                (count > 0)[..., None, :], mean.mT @ scores @ mean + count.clamp_min(1).log()[..., None, :], ABSENT
-            )
-            tied = torch.where(
-                _together(
-                    torch.arange(tied.shape[-1], device=real.device)
-                    // (parent // child if parent < tokens else tied.shape[-1])
-                ),
-                tied,
-                ABSENT,
-            )
+            joint = mean.mT @ scores @ mean + count.clamp_min(1).log()[..., None, :]
+            tied = torch.where((count > 0)[..., None, :], joint, ABSENT)
+            sibling = torch.arange(tied.shape[-1], device=real.device)
+            family = sibling // (parent // child if parent < tokens else tied.shape[-1])
+            tied = torch.where(_together(family), tied, ABSENT)
             own = torch.eye(tied.shape[-1], dtype=torch.bool, device=real.device)
             logits = torch.where(own, (mean.mT @ total[..., None]), tied)
             share, total = logits.softmax(-1), logits.logsumexp(-1)[..., node]
             spread = (share / count.clamp_min(1)[..., None, :])[..., node, :][..., node]
-            weights = torch.where(
-                _together(node), weights * share.diagonal(dim1=-2, dim2=-1)[..., node, None], weights + spread
-            )
+            own_share = share.diagonal(dim1=-2, dim2=-1)[..., node, None]
+            weights = torch.where(_together(node), weights * own_share, weights + spread)
         return torch.where(real[..., None, :] & real[..., :, None], weights, 0)
 
     def moves(self) -> tuple[Move, ...]:
@@ -103,17 +95,14 @@ class Hierarchical(Anchor):
             "hence blocks meet through their mean scores, which for dot products are scores of mean queries and keys",
         )
         sizes = " x ".join(map(str, self.sizes))
+        text = (
+            f"distant tokens are read as blocks of {sizes}: all queries of a block give all keys of another block "
+            "the same weight"
+        )
         return (
-            Move(
-                "restriction",
-                "anchor",
-                "tree",
-                f"distant tokens are read as blocks of {sizes}: all queries of a block give all keys of another block "
-                "the same weight",
-                (tied,),
-            ),
-            Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
-            Move("section", "anchor", "nearest", "of conditionals with such blocks the nearest in relative entropy"),
+            self.move("restriction", "tree", text, tied),
+            self.move("quotient", "row probe", "only the row-conditional of K is observed", gauge),
+            self.move("section", "nearest", "of conditionals with such blocks the nearest in relative entropy"),
         )
 
 

@@ -22,13 +22,13 @@ with lambda = -df/dl per side, r_t = sum_s P_ts dW_ts / mu_t and c_s likewise, (
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor.base import Anchor, Blocks, Marginals, Potentials
-from zonal.algebra.declaration import Derived, Move, require, require_whole
+from zonal.algebra.anchor.base import ROW_GAUGE, Anchor, Blocks, Marginals, Potentials
+from zonal.algebra.declaration import Derived, Move, require, require_one_of, require_positive, require_whole
 from zonal.errors import ConvergenceError, NonFiniteError
 
 ABSENT = -1e30
@@ -37,9 +37,12 @@ ABSENT = -1e30
 # small, in roundings
 _PAST, _RISE, _REGULAR = 10, 2.0, 10.0
 # the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something:
-# where no plan exists, potentials
-# grow without bound until a step is less than their rounding
+# where no plan exists, potentials grow without bound until a step is less than their rounding
 _FAR, _COARSE = 1e4, 1e-2
+
+
+# log masses from (log a, log b)
+Sums = Callable[[Tensor, Tensor], Tensor]
 
 
 class Step(NamedTuple):
@@ -76,7 +79,8 @@ class PlanAnchor(Anchor, abstract=True):
     """
 
     family = "plan"
-    couples: ClassVar[bool] = True
+    couples = True
+
     tolerance: float = 1e-5
     limit: int = 1000
     on_limit: Literal["error", "keep"] = "error"
@@ -85,16 +89,10 @@ class PlanAnchor(Anchor, abstract=True):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require(self.tolerance > 0, f"{name}: tolerance (a part of the mass) must be > 0, received {self.tolerance}.")
+        require_positive(f"{name}: tolerance (a part of the mass)", self.tolerance)
         require_whole(f"{name}: limit (of iterations)", self.limit)
-        require(
-            self.on_limit in ("error", "keep"),
-            f"{name}: on_limit must be 'error' or 'keep', received {self.on_limit!r}.",
-        )
-        require(
-            self.gradient in ("implicit", "unrolled"),
-            f"{name}: gradient must be 'implicit' or 'unrolled', received {self.gradient!r}.",
-        )
+        require_one_of(f"{name}: on_limit", self.on_limit, ("error", "keep"))
+        require_one_of(f"{name}: gradient", self.gradient, ("implicit", "unrolled"))
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -106,16 +104,16 @@ class PlanAnchor(Anchor, abstract=True):
         return False
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:
-        """f and its slope -df/dl from l_t and log mu_t (B, H, T)."""
-        raise NotImplementedError(f"{type(self).__name__}.query_step")
+        """f and its slope -df/dl from l_t and log mu_t (B, H, T). By default the rule of an exact constraint."""
+        return Step(-met, torch.ones_like(met))
 
     def key_step(self, met: Tensor, mass: Tensor) -> Step:
-        """g and its slope -dg/dl from l_s and log nu_s (B, H, S)."""
-        raise NotImplementedError(f"{type(self).__name__}.key_step")
+        """g and its slope -dg/dl from l_s and log nu_s (B, H, S). By default the rule of an exact constraint."""
+        return Step(-met, torch.ones_like(met))
 
     def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         """g minus a constant that moves from g to f; alternating rules shift it slowly when penalties are large."""
-        raise NotImplementedError(f"{type(self).__name__}.centred")
+        return g
 
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.marginals is not None
@@ -130,20 +128,13 @@ class PlanAnchor(Anchor, abstract=True):
 
         if self.gradient == "unrolled":
             at = self.potentials(marginals, rows, columns)
-            f, g = (
-                self.stepped(self.query_step, rows, marginals.query, marginals.key, at.query, at.key, True).potential,
-                at.key,
-            )
+            f, g = self.query_stepped(marginals, rows, at.query, at.key).potential, at.key
         else:
             with torch.no_grad():
                 at = self.potentials(marginals, rows, columns)
             f, g = self._implicit(log_kernel, marginals, at, rows, columns)
-        log_weights = (
-            log_kernel
-            + torch.where(present(marginals.query), f, ABSENT)[..., None]
-            + weighted(marginals.key, g)[..., None, :]
-        )
-        weights = log_weights.exp()
+        give = torch.where(present(marginals.query), f, ABSENT)
+        weights = (log_kernel + give[..., None] + weighted(marginals.key, g)[..., None, :]).exp()
         self.require_finite(weights.detach().sum(-1))
         return weights
 
@@ -158,31 +149,17 @@ class PlanAnchor(Anchor, abstract=True):
                 "Make scores smaller, or rho larger."
             )
 
-    def stepped(
-        self,
-        rule: Callable[[Tensor, Tensor], Step],
-        sums: Callable[[Tensor, Tensor], Tensor],
-        own: Tensor,
-        other: Tensor,
-        mine: Tensor,
-        theirs: Tensor,
-        query: bool,
-    ) -> Step:
-        """The update of one side's potential.
+    def query_stepped(self, marginals: Marginals, rows: Sums, f: Tensor, g: Tensor) -> Step:
+        """The update of the potential of queries, from both potentials."""
+        a, b = weighted(marginals.query, f), weighted(marginals.key, g)
+        return _stepped(self.query_step, rows(a, b) - a, marginals.query)
 
-        own, other: log masses of this side and the other. mine, theirs: their potentials.
-        """
-        near, far = weighted(own, mine), weighted(other, theirs)
-        total = sums(near, far) if query else sums(far, near)
-        step = rule(torch.where(present(own), total - near, 0), torch.where(present(own), own, 0))
-        return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
+    def key_stepped(self, marginals: Marginals, columns: Sums, f: Tensor, g: Tensor) -> Step:
+        """The update of the potential of keys, from both potentials."""
+        a, b = weighted(marginals.query, f), weighted(marginals.key, g)
+        return _stepped(self.key_step, columns(a, b) - b, marginals.key)
 
-    def potentials(
-        self,
-        marginals: Marginals,
-        rows: Callable[[Tensor, Tensor], Tensor],
-        columns: Callable[[Tensor, Tensor], Tensor],
-    ) -> Potentials:
+    def potentials(self, marginals: Marginals, rows: Sums, columns: Sums) -> Potentials:
         """Alternate both rules until the potentials converge.
 
         Args:
@@ -193,31 +170,22 @@ class PlanAnchor(Anchor, abstract=True):
         """
         return _iterated(self, marginals, rows, columns)
 
-    def _iterated(
-        self,
-        marginals: Marginals,
-        rows: Callable[[Tensor, Tensor], Tensor],
-        columns: Callable[[Tensor, Tensor], Tensor],
-    ) -> Potentials:
+    def _iterated(self, marginals: Marginals, rows: Sums, columns: Sums) -> Potentials:
         start = marginals.start
-        f, g = (
-            (torch.zeros_like(marginals.query), torch.zeros_like(marginals.key))
-            if start is None
-            else (start.query.to(marginals.query), start.key.to(marginals.key))
-        )
+        f = torch.zeros_like(marginals.query) if start is None else start.query.to(marginals.query)
+        g = torch.zeros_like(marginals.key) if start is None else start.key.to(marginals.key)
         if not f.numel() or not g.numel():
             return Potentials(f, g, 0, 0.0)
         nu = marginals.key.detach().exp()
         mixing, worst = _Mixing(nu), math.inf
         for iteration in range(1, self.limit + 1):
-            f = self.stepped(self.query_step, rows, marginals.query, marginals.key, f, g, True).potential
-            new = self.stepped(self.key_step, columns, marginals.key, marginals.query, g, f, False).potential
+            f = self.query_stepped(marginals, rows, f, g).potential
+            new = self.key_stepped(marginals, columns, f, g).potential
             new = torch.where(present(marginals.key), self.centred(marginals, f, new), 0)
             error = slack(nu, g - new)
             worst = float(error.max())
-            reach = torch.finfo(f.dtype).eps * (
-                1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax()))
-            )
+            largest = float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax()))
+            reach = torch.finfo(f.dtype).eps * (1 + largest)
             if math.isnan(worst) or math.isnan(reach):
                 raise NonFiniteError(
                     f"{type(self).__name__}: scores hold NaN or infinity, and a plan couples all queries and keys. "
@@ -229,37 +197,24 @@ class PlanAnchor(Anchor, abstract=True):
         if self.on_limit == "keep":
             return Potentials(f, g, self.limit, worst)
         raise ConvergenceError(
-            f"{type(self).__name__}: no plan within limit={self.limit} iterations; "
-            f"the last one still moved {worst:.3g} of the mass, tolerance={self.tolerance:g} was "
-            "asked for. Where the mask lets keys receive their masses at all: "
-            "raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
+            f"{type(self).__name__}: no plan within limit={self.limit} iterations; the last one still moved "
+            f"{worst:.3g} of the mass, tolerance={self.tolerance:g} was asked for. Where the mask lets keys receive "
+            "their masses at all: raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
             "temperature). Where it does not: give other masses (query_mass, key_mass) or use anchor.UnbalancedPlan. "
             "on_limit='keep' takes the current plan."
         )
 
     def _implicit(
-        self,
-        log_kernel: Tensor,
-        marginals: Marginals,
-        at: Potentials,
-        rows: Callable[[Tensor, Tensor], Tensor],
-        columns: Callable[[Tensor, Tensor], Tensor],
+        self, log_kernel: Tensor, marginals: Marginals, at: Potentials, rows: Sums, columns: Sums
     ) -> tuple[Tensor, Tensor]:
         """The potentials with the derivative of the fixed point, by one Newton step with a constant matrix."""
-        first = self.stepped(self.query_step, rows, marginals.query, marginals.key, at.query, at.key, True)
+        first = self.query_stepped(marginals, rows, at.query, at.key)
         if not first.potential.requires_grad:
             return first.potential, at.key
-        second = self.stepped(self.key_step, columns, marginals.key, marginals.query, at.key, at.query, False)
+        second = self.key_stepped(marginals, columns, at.query, at.key)
         with torch.no_grad():
-            plan = (
-                (
-                    log_kernel
-                    + weighted(marginals.query, at.query)[..., None]
-                    + weighted(marginals.key, at.key)[..., None, :]
-                )
-                .double()
-                .exp()
-            )
+            give, take = weighted(marginals.query, at.query), weighted(marginals.key, at.key)
+            plan = (log_kernel + give[..., None] + take[..., None, :]).double().exp()
             left, right = (
                 torch.where(total > 0, (step.slope / total).sqrt(), 0)
                 for step, total in ((first, plan.sum(-1)), (second, plan.sum(-2)))
@@ -281,9 +236,16 @@ class PlanAnchor(Anchor, abstract=True):
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[
-    [PlanAnchor, Marginals, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials
-] = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
+_iterated: Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials] = torch.compiler.disable(  # type: ignore[assignment]
+    PlanAnchor._iterated
+)
+
+
+def _stepped(rule: Callable[[Tensor, Tensor], Step], met: Tensor, mass: Tensor) -> Step:
+    """What a rule gives for tokens of log masses ``mass``; 0 for those that are absent."""
+    here = present(mass)
+    step = rule(torch.where(here, met, 0), torch.where(here, mass, 0))
+    return Step(torch.where(here, step.potential, 0), torch.where(here, step.slope, 0))
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:
@@ -307,10 +269,8 @@ class _Mixing:
         if self._before is not None:
             before, left, least = self._before
             keep = (error <= _RISE * least)[..., None]
-            self._history = [
-                (moved * keep, changed * keep)
-                for moved, changed in [*self._history, (at - before, residual - left)][-_PAST:]
-            ]
+            recent = [*self._history, (at - before, residual - left)][-_PAST:]
+            self._history = [(moved * keep, changed * keep) for moved, changed in recent]
         self._before = at, residual, error
         if not self._history:
             return new
@@ -319,9 +279,8 @@ class _Mixing:
         gram, wanted = weighed @ changed.double(), weighed @ residual[..., None].double()
         size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         least = _REGULAR * torch.finfo(at.dtype).eps * size + torch.finfo(at.dtype).tiny
-        mix = torch.linalg.solve(
-            gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), wanted
-        ).to(at)
+        regular = gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        mix = torch.linalg.solve(regular, wanted).to(at)
         mix = torch.where(mix.abs().sum(-2, keepdim=True) <= _FAR, mix, 0)
         return new - ((moved + changed) @ mix).squeeze(-1)
 
@@ -336,40 +295,18 @@ class Plan(PlanAnchor):
     definition 2.18.
     """
 
-    normalises: ClassVar[bool] = True
-
-    def query_step(self, met: Tensor, mass: Tensor) -> Step:
-        return Step(-met, torch.ones_like(met))
-
-    def key_step(self, met: Tensor, mass: Tensor) -> Step:
-        return Step(-met, torch.ones_like(met))
-
-    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
-        return g
+    normalises = True
 
     def moves(self) -> tuple[Move, ...]:
-        gauge = (
-            Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge"),
-            Derived("column gauge", "hence K and K b are, too: column gauge"),
-        )
+        column = Derived("column gauge", "hence K and K b are, too: column gauge")
         sums = Derived(
             "plan sums", "hence rows of weights sum to one, and with equal masses their columns to queries over keys"
         )
+        seen = "only the plan with given masses of queries and keys is observed"
+        balanced = "of all a K b the one in which queries give their masses and keys receive theirs"
         return (
-            Move(
-                "quotient",
-                "anchor",
-                "plan probe",
-                "only the plan with given masses of queries and keys is observed",
-                gauge,
-            ),
-            Move(
-                "section",
-                "anchor",
-                "balanced",
-                "of all a K b the one in which queries give their masses and keys receive theirs",
-                (sums,),
-            ),
+            self.move("quotient", "plan probe", seen, ROW_GAUGE, column),
+            self.move("section", "balanced", balanced, sums),
         )
 
 
@@ -396,10 +333,7 @@ class UnbalancedPlan(PlanAnchor):
         return self.reference == "kernel"
 
     def check_rules(self) -> None:
-        require(
-            self.reference in ("masses", "kernel"),
-            f"UnbalancedPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.",
-        )
+        require_one_of("UnbalancedPlan: reference", self.reference, ("masses", "kernel"))
         require(
             isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
             f"UnbalancedPlan: rho must be two numbers >= 0, or None for an exact mass, received {self.rho!r}.",
@@ -437,21 +371,11 @@ class UnbalancedPlan(PlanAnchor):
             f"{side} {'exactly' if rho is None else f'with weight {rho:g}'}"
             for side, rho in zip(("queries give their mass", "keys receive theirs"), self.rho, strict=True)
         ]
-        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
+        seen = "only the plan that is drawn to given masses of queries and keys is observed"
+        near = f"{', '.join(sides)}; near {'K' if self.by_kernel else 'K times both masses'}"
         return (
-            Move(
-                "quotient",
-                "anchor",
-                "unbalanced plan probe",
-                "only the plan that is drawn to given masses of queries and keys is observed",
-                (gauge,) if self.rho[0] is None else (),
-            ),
-            Move(
-                "section",
-                "anchor",
-                "drawn to masses",
-                f"{', '.join(sides)}; near {'K' if self.by_kernel else 'K times both masses'}",
-            ),
+            self.move("quotient", "unbalanced plan probe", seen, *([ROW_GAUGE] if self.rho[0] is None else [])),
+            self.move("section", "drawn to masses", near),
         )
 
 
@@ -465,7 +389,7 @@ class BoundedPlan(PlanAnchor):
     Raises: ArgumentError for a range that does not contain 1.
     """
 
-    normalises: ClassVar[bool] = True
+    normalises = True
 
     low: float = 0.0
     high: float = 2.0
@@ -477,33 +401,19 @@ class BoundedPlan(PlanAnchor):
             f"high={self.high}.",
         )
 
-    def query_step(self, met: Tensor, mass: Tensor) -> Step:
-        return Step(-met, torch.ones_like(met))
-
     def key_step(self, met: Tensor, mass: Tensor) -> Step:
-        lowest, highest = (
-            math.log(self.low) - met if self.low else torch.full_like(met, ABSENT),
-            math.log(self.high) - met,
-        )
+        lowest = math.log(self.low) - met if self.low else torch.full_like(met, ABSENT)
+        highest = math.log(self.high) - met
         return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
 
-    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
-        return g
-
     def moves(self) -> tuple[Move, ...]:
-        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
         held = Derived(
             "held sums", "hence rows of weights sum to one, and with equal masses a key's column stays in that range"
         )
+        nearest = f"the nearest to it in which keys receive from {self.low:g} to {self.high:g} times their share"
         return (
-            Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
-            Move(
-                "section",
-                "anchor",
-                "nearest in a range",
-                f"the nearest to it in which keys receive from {self.low:g} to {self.high:g} times their share",
-                (held,),
-            ),
+            self.move("quotient", "row probe", "only the row-conditional of K is observed", ROW_GAUGE),
+            self.move("section", "nearest in a range", nearest, held),
         )
 
 

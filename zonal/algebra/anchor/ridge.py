@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor.base import Anchor, Blocks
-from zonal.algebra.declaration import Derived, Move, expand_rows, require, row
+from zonal.algebra.declaration import Derived, Move, expand_rows, require, require_one_of, require_positive, row
 from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.score import Params
 
@@ -51,9 +51,11 @@ class Ridge(Anchor):
 
     family = "ridge"
     reduces_as = "ridge"
-    solves: ClassVar[bool] = True
-    include_self: ClassVar[bool] = False
-    kv_rows: ClassVar[tuple[str, ...]] = ("raw_ridge",)
+    solves = True
+    include_self = False
+    kv_rows = ("raw_ridge",)
+    spectral: ClassVar[bool] = False
+    """Whether each Koopman step is divided by max(1, its norm)."""
 
     eps: float = 0.1
     mode: Literal["constant", "running_max"] = "constant"
@@ -62,11 +64,8 @@ class Ridge(Anchor):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require(self.eps > 0, f"{name}: eps (the ridge) must be > 0, received {self.eps}.")
-        require(
-            self.mode in ("constant", "running_max"),
-            f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.",
-        )
+        require_positive(f"{name}: eps (the ridge)", self.eps)
+        require_one_of(f"{name}: mode", self.mode, ("constant", "running_max"))
         require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
         require(
             self.relative >= 0,
@@ -78,23 +77,12 @@ class Ridge(Anchor):
         return (0,) * heads
 
     @property
-    def shifts(self) -> int:
-        """The most steps of the Koopman operator that a head's read-out applies."""
-        return 0
-
-    @property
     def moving(self) -> bool:
         """Whether the ridge depends on the visible keys, so that each query solves with its own ridge."""
         return self.mode == "running_max" or self.relative > 0
 
     @property
-    def spectral(self) -> bool:
-        """Whether each Koopman step is divided by max(1, its norm)."""
-        return False
-
-    @property
     def by_query(self) -> bool:
-        """Whether each query needs its own inverse, so that blocks of queries cannot share one."""
         return self.moving or self.spectral
 
     def initial(self) -> dict[str, Tensor]:
@@ -168,25 +156,20 @@ class Ridge(Anchor):
             seen = visible[:, :, t]
             block = kk * (seen[..., :, None] & seen[..., None, :])
             own = torch.where(seen, peak, 0)
-            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)[
-                ..., None
-            ]
+            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)
+            ridge = ridge[..., None]
             lower = factorised(block + ridge * eye, type(self).__name__)
             weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
             for step in range(self.shifts):
                 moved = _shift(weights[..., 0], key_mask).masked_fill(~seen, 0)
-                moved, which = (
-                    torch.cholesky_solve(block @ moved[..., None], lower),
-                    on_heads(powers, step, kernel.device),
-                )
+                moved = torch.cholesky_solve(block @ moved[..., None], lower)
+                which = on_heads(powers, step, kernel.device)
                 if self.spectral:
                     assert blocks.k is not None
                     z = blocks.k.masked_fill(~seen[..., None], 0)
                     gram = z.mT @ z + ridge * torch.eye(width, dtype=z.dtype, device=z.device)
-                    moved = (
-                        moved
-                        * contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)[..., None, None]
-                    )
+                    shrink = contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)
+                    moved = moved * shrink[..., None, None]
                 weights = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, weights)
             out.append(weights[..., 0].masked_fill(~seen, 0))
         return torch.stack(out, -2) if out else kernel
@@ -201,21 +184,11 @@ class Ridge(Anchor):
             "hence for a linear kernel, and on features for a polynomial of cosines, sums over keys (G = sum z z^T, C "
             "= sum v z^T) carry all of the past",
         )
+        fit = "of all fits the one with the least squared error and rho times its size"
+        read = "only what is read out of a fit from keys to values is observed"
         return (
-            Move(
-                "quotient",
-                "anchor",
-                "regression probe",
-                "only what is read out of a fit from keys to values is observed",
-                (sums,),
-            ),
-            Move(
-                "section",
-                "anchor",
-                "ridge",
-                "of all fits the one with the least squared error and rho times its size",
-                () if self.shifts else (equations,),
-            ),
+            self.move("quotient", "regression probe", read, sums),
+            self.move("section", "ridge", fit, *([] if self.shifts else [equations])),
         )
 
 
@@ -257,10 +230,7 @@ class Koopman(Ridge):
             "Koopman: power must be a whole number from 0 to 8, or a tuple of these, one per head group; "
             f"received {self.power!r}.",
         )
-        require(
-            self.spectral_norm in ("none", "power"),
-            f"Koopman: spectral_norm must be 'none' or 'power', received {self.spectral_norm!r}.",
-        )
+        require_one_of("Koopman: spectral_norm", self.spectral_norm, ("none", "power"))
 
     @property
     def _powers(self) -> tuple[int, ...]:
@@ -310,20 +280,10 @@ class Koopman(Ridge):
                 "contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"
             ),
         )
-        shift = Move(
-            "restriction",
-            "anchor",
-            "linear dynamics",
-            f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead",
-            follows,
-        )
-        gain = Move(
-            "section",
-            "anchor",
-            "gain",
-            f"of all multiples of the read-out {self.eta:g} times "
-            f"it{', which is learned per head' if self.learn_scale else ''}",
-        )
+        text = f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead"
+        shift = self.move("restriction", "linear dynamics", text, *follows)
+        learned = ", which is learned per head" if self.learn_scale else ""
+        gain = self.move("section", "gain", f"of all multiples of the read-out {self.eta:g} times it{learned}")
         return (*((shift,) if self.shifts else ()), *super().moves(), gain)
 
 

@@ -23,6 +23,10 @@ class Link(Declaration, abstract=True):
     """Base of links: evidence l(x) of scores x (B, H, T, S), elementwise. A subclass gives at least ``value``.
 
     domain: where l is defined, None = everywhere. log_space: kernels keep log l. linear: l(x) = x.
+    positive: whether l(x) >= 0 on the whole domain. degree: that of the polynomial, None when l is none.
+    lowest_degree: the smallest power of x that the polynomial may have. operations: elementwise passes over a tile for
+    one evaluation, for the planner. formula: the link as C++ and Triton expressions for the compiled kernels, None =
+    torch's tiles run it.
     """
 
     slot = "link"
@@ -31,31 +35,16 @@ class Link(Declaration, abstract=True):
     linear: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     """Whether values per head are spread over any number of heads; else one number must divide the other."""
-
-    @property
-    def positive(self) -> bool:
-        """Whether l(x) >= 0 on the whole domain."""
-        return False
-
-    @property
-    def degree(self) -> int | None:
-        """The polynomial degree, or None when the link is no polynomial."""
-        return None
-
-    @property
-    def lowest_degree(self) -> int:
-        """The smallest power of x that the polynomial may have."""
-        return 0
+    positive: ClassVar[bool] = False
+    degree: ClassVar[int | None] = None
+    lowest_degree: ClassVar[int] = 0
+    operations: ClassVar[int] = 1
+    formula: ClassVar[Formula | None] = None
 
     @property
     def fixed_degree(self) -> bool:
         """Whether the degree is not learned. A learned one has no gradient through features of harmonics."""
         return True
-
-    @property
-    def operations(self) -> int:
-        """Elementwise passes over a tile for one evaluation, for the cost model."""
-        return 1
 
     def sized(self, dim: int) -> "Link":
         """The link for heads of ``dim`` numbers, with open sizes filled in."""
@@ -64,11 +53,6 @@ class Link(Declaration, abstract=True):
     def spread(self, heads: int) -> "Link":
         """This link, with its values per head spread over ``heads`` heads where the numbers do not divide."""
         return self
-
-    @property
-    def formula(self) -> Formula | None:
-        """The link as C++ and Triton expressions for the compiled kernels, or None: torch's tiles run it then."""
-        return None
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
         """Why l(x) of inner products x of keys may have negative eigenvalues, in words; None if it never has.

@@ -1,7 +1,6 @@
 """The exponential link of softmax attention."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -9,26 +8,15 @@ from zonal.algebra.declaration import Derived, Move
 from zonal.algebra.link.base import Link
 from zonal.formula import Formula
 
-_FORMULA = Formula("exp", log=True)
-
 
 @dataclass(frozen=True)
 class Exp(Link):
     """l(x) = exp(x), kept in log space. Up to scale, the only positive measurable link with l(a + b) = l(a) l(b)."""
 
-    log_space: ClassVar[bool] = True
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def operations(self) -> int:
-        return 6
-
-    @property
-    def formula(self) -> Formula:
-        return _FORMULA
+    log_space = True
+    positive = True
+    operations = 6
+    formula = Formula("exp", log=True)
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> None:
         return None  # a power series with coefficients >= 0
@@ -44,7 +32,7 @@ class Exp(Link):
 
     def moves(self) -> tuple[Move, ...]:
         forced = Derived("exponential link", "hence the link is exp(a x), a absorbed by the scale of the score")
-        return (Move("restriction", "link", "Prune W", "evidence multiplies where scores add", (forced,)),)
+        return (self.move("restriction", "Prune W", "evidence multiplies where scores add", forced),)
 
 
 __all__ = ["Exp"]

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import Derived, Move, expand_rows, require, row, spread_rows
+from zonal.algebra.declaration import Derived, Move, expand_rows, require, require_one_of, row, spread_rows
 from zonal.algebra.horner import horner, horner_derivative, power_sums
 from zonal.algebra.link.base import Link
 from zonal.algebra.score import Params
@@ -44,8 +44,8 @@ class Gegenbauer(Link):
     Raises: ArgumentError for degrees and dimensions out of range. Source: SKO, eqs. 3-5.
     """
 
-    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
-    spreads: ClassVar[bool] = True
+    domain = (-1.0, 1.0)
+    spreads = True
 
     degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0)
     manifold_dim: int | Literal["head"] = 64
@@ -65,21 +65,12 @@ class Gegenbauer(Link):
             f"received {self.degrees!r}.",
         )
         object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
-        if self.manifold_dim != "head":
-            whole = (
-                isinstance(self.manifold_dim, int)
-                and not isinstance(self.manifold_dim, bool)
-                and self.manifold_dim >= 1
-            )
-            require(
-                whole,
-                "Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received "
-                f"{self.manifold_dim!r}.",
-            )
+        dim = self.manifold_dim
         require(
-            self.init in ("ones", "reproducing"),
-            f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.",
+            dim == "head" or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 1),
+            f"Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received {dim!r}.",
         )
+        require_one_of("Gegenbauer: init", self.init, ("ones", "reproducing"))
 
     @property
     def _q(self) -> int:
@@ -126,8 +117,7 @@ class Gegenbauer(Link):
         if self.learn_weights and not self.nonnegative:
             return (
                 "link Gegenbauer may learn weights of any sign, and a negative weight w_k makes its harmonics "
-                "negative; "
-                "use Gegenbauer(nonnegative=True)"
+                "negative; use Gegenbauer(nonnegative=True)"
             )
         if dim is not None and self.manifold_dim != "head" and dim > self.manifold_dim + 1:
             return (
@@ -211,15 +201,8 @@ class Gegenbauer(Link):
         )
         what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
         degrees = ", ".join(f"{n:g}" for n in self.degrees) + (" (by head, in turn)" if len(self.degrees) > 1 else "")
-        return (
-            Move(
-                "restriction",
-                "link",
-                what,
-                f"evidence is a polynomial in the cosine, of degree {degrees}",
-                (definite if self.nonnegative else signed,),
-            ),
-        )
+        text = f"evidence is a polynomial in the cosine, of degree {degrees}"
+        return (self.move("restriction", what, text, definite if self.nonnegative else signed),)
 
 
 __all__ = ["Gegenbauer"]

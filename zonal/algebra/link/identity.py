@@ -1,7 +1,6 @@
 """The identity link of linear attention and ridge retrieval."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,30 +9,16 @@ from zonal.algebra.declaration import Derived, Move
 from zonal.algebra.link.base import Link
 from zonal.formula import Formula
 
-_FORMULA = Formula("identity", "x", "spread(1.f)", triton="zonal.kernels.triton.links:identity")
-
 
 @dataclass(frozen=True)
 class Identity(Link):
     """l(x) = x."""
 
-    linear: ClassVar[bool] = True
-
-    @property
-    def degree(self) -> int:
-        return 1
-
-    @property
-    def operations(self) -> int:
-        return 0
-
-    @property
-    def lowest_degree(self) -> int:
-        return 1
-
-    @property
-    def formula(self) -> Formula:
-        return _FORMULA
+    linear = True
+    degree = 1
+    lowest_degree = 1
+    operations = 0
+    formula = Formula("identity", "x", "spread(1.f)", triton="zonal.kernels.triton.links:identity")
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> None:
         return None
@@ -51,15 +36,8 @@ class Identity(Link):
         return torch.ones_like(x)
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move(
-                "restriction",
-                "link",
-                "linear evidence",
-                "evidence is the score",
-                (Derived("linear link", "hence evidence adds where scores add, and has their sign"),),
-            ),
-        )
+        adds = Derived("linear link", "hence evidence adds where scores add, and has their sign")
+        return (self.move("restriction", "linear evidence", "evidence is the score", adds),)
 
 
 __all__ = ["Identity"]

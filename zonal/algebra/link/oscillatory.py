@@ -20,6 +20,8 @@ class Oscillatory(Link):
     Raises: ArgumentError for lists of unequal length, and decays <= 0. Source: REWA (004).
     """
 
+    positive = True
+
     amplitudes: tuple[float, ...] = (1.0,)
     decays: tuple[float, ...] = (0.5,)
     frequencies: tuple[float, ...] = (3.0,)
@@ -34,10 +36,6 @@ class Oscillatory(Link):
             f"Oscillatory: as many amplitudes, decays > 0 and frequencies are required, received {self.amplitudes}, "
             f"{self.decays}, {self.frequencies}.",
         )
-
-    @property
-    def positive(self) -> bool:
-        return True
 
     @property
     def operations(self) -> int:
@@ -89,23 +87,13 @@ class Oscillatory(Link):
             [-a * distance * even for a, _, _, even, _ in waves],
             [-a * distance * odd for a, *_, odd in waves],
         )
-        return (
-            torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind])
-            .double()
-            .sum(1)[:, :, None, None]
-        )
+        sums = torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind])
+        return sums.double().sum(1)[:, :, None, None]
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", "hence e^-A <= K <= e^A, A the sum of the waves' |amplitudes|")
-        return (
-            Move(
-                "restriction",
-                "link",
-                "waves",
-                f"evidence swings with distance and fades, in {len(self.amplitudes)} waves",
-                (bounded,),
-            ),
-        )
+        text = f"evidence swings with distance and fades, in {len(self.amplitudes)} waves"
+        return (self.move("restriction", "waves", text, bounded),)
 
 
 __all__ = ["Oscillatory"]

@@ -29,6 +29,8 @@ class PolynomialSquare(Link):
     Raises: ArgumentError unless there are 2 to 9 coefficients, and for floor < 0.
     """
 
+    positive = True
+
     polynomial: tuple[float, ...] = (0.04, 1.0)
     floor: float = 0.0
     learn: bool = False
@@ -43,10 +45,6 @@ class PolynomialSquare(Link):
             self.floor >= 0,
             f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.",
         )
-
-    @property
-    def positive(self) -> bool:
-        return True
 
     @property
     def degree(self) -> int:
@@ -83,12 +81,10 @@ class PolynomialSquare(Link):
         return values.T[:, :, None, None]
 
     def monomials(self, c: Tensor) -> Tensor:
-        terms = [
-            sum(
-                (c[i] * c[k - i] for i in range(max(0, k - len(c) + 1), min(k, len(c) - 1) + 1)), torch.zeros_like(c[0])
-            )
-            for k in range(2 * len(c) - 1)
-        ]
+        terms = [torch.zeros_like(c[0]) for _ in range(2 * len(c) - 1)]
+        for i, first in enumerate(c):
+            for j, second in enumerate(c):
+                terms[i + j] = terms[i + j] + first * second
         return torch.stack([terms[0] + self.floor, *terms[1:]])
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
@@ -108,15 +104,8 @@ class PolynomialSquare(Link):
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", f"hence K >= {self.floor:g}, whatever is learned")
-        return (
-            Move(
-                "restriction",
-                "link",
-                "squared polynomial",
-                f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}",
-                (bounded,),
-            ),
-        )
+        text = f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}"
+        return (self.move("restriction", "squared polynomial", text, bounded),)
 
 
 __all__ = ["PolynomialSquare"]

@@ -11,14 +11,6 @@ from zonal.algebra.link.base import Link
 from zonal.algebra.score import Params
 from zonal.formula import Formula
 
-_FORMULA = Formula(
-    "squared_affine",
-    "(x + c[0]) * (x + c[0])",
-    "2.f * (x + c[0])",
-    "2.f * (x + c[0])",
-    "zonal.kernels.triton.links:squared_affine",
-)
-
 
 @dataclass(frozen=True)
 class SquaredAffine(Link):
@@ -27,24 +19,19 @@ class SquaredAffine(Link):
     bias: b. learn_bias: learn one b per head.
     """
 
+    positive = True
+    degree = 2
+    operations = 2
+    formula = Formula(
+        "squared_affine",
+        "(x + c[0]) * (x + c[0])",
+        "2.f * (x + c[0])",
+        "2.f * (x + c[0])",
+        "zonal.kernels.triton.links:squared_affine",
+    )
+
     bias: float = 0.04
     learn_bias: bool = False
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def degree(self) -> int:
-        return 2
-
-    @property
-    def operations(self) -> int:
-        return 2
-
-    @property
-    def formula(self) -> Formula:
-        return _FORMULA
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
         if self.learn_bias:
@@ -86,15 +73,8 @@ class SquaredAffine(Link):
 
     def moves(self) -> tuple[Move, ...]:
         features = Derived("square features", "hence nonnegative, and exact with (d + 1)(d + 2)/2 features")
-        return (
-            Move(
-                "restriction",
-                "link",
-                "squared affine",
-                "evidence is the square of an affine function of the score",
-                (features,),
-            ),
-        )
+        text = "evidence is the square of an affine function of the score"
+        return (self.move("restriction", "squared affine", text, features),)
 
 
 __all__ = ["SquaredAffine"]

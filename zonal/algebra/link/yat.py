@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,9 @@ class Yat(Link):
     Raises: ArgumentError unless eps is positive and finite. Source: SLAY (001), eq. 3.
     """
 
-    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
+    domain = (-1.0, 1.0)
+    positive = True
+    operations = 3
 
     eps: float = 0.01
 
@@ -36,14 +37,6 @@ class Yat(Link):
             0 < self.eps < math.inf,
             f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.",
         )
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def operations(self) -> int:
-        return 3
 
     @property
     def formula(self) -> Formula:
@@ -70,15 +63,8 @@ class Yat(Link):
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", f"hence 0 <= K <= {1 / self.eps:g}, the most at equal directions")
-        return (
-            Move(
-                "restriction",
-                "link",
-                "Yat",
-                f"evidence is alignment squared over distance squared (eps = {self.eps:g})",
-                (bounded,),
-            ),
-        )
+        text = f"evidence is alignment squared over distance squared (eps = {self.eps:g})"
+        return (self.move("restriction", "Yat", text, bounded),)
 
 
 __all__ = ["Yat"]

@@ -1,11 +1,12 @@
 """Base class of metrics, and sums of distances."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, declared
+from zonal.algebra.declaration import Declaration, declared, require_positive
 from zonal.formula import Formula, Term
 
 
@@ -132,6 +133,16 @@ class Metric(Declaration, abstract=True):
         return dq, dk
 
 
+@dataclass(frozen=True)
+class Smooth(Metric, abstract=True):
+    """Base of metrics that are smooth at coincident points. eps > 0 keeps the gradient finite there."""
+
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require_positive(f"{type(self).__name__}: eps", self.eps, "it keeps the gradient finite at coincident points")
+
+
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x / |x|, 1 / |x|) on the last axis. A vector shorter than 1e-12 has no direction: zeros, and no gradient."""
     square = x.square().sum(-1, keepdim=True)
@@ -145,4 +156,4 @@ def unit_vjp(direction: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
     return (grad - (grad * direction).sum(-1, keepdim=True) * direction) * inverse
 
 
-__all__ = ["DotReduction", "Metric", "unit", "unit_vjp"]
+__all__ = ["DotReduction", "Metric", "Smooth", "unit", "unit_vjp"]

@@ -5,13 +5,13 @@ Products of directions are summed in float64, because distances of near points a
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
-from zonal.algebra.metric.base import Metric, unit, unit_vjp
+from zonal.algebra.declaration import require_positive
+from zonal.algebra.metric.base import Smooth, unit, unit_vjp
 from zonal.errors import ArgumentError
 from zonal.formula import Term
 
@@ -25,7 +25,7 @@ _NEAR = 1e-6
 
 
 @dataclass(frozen=True)
-class Sphere(Metric):
+class Sphere(Smooth):
     """d(a, b) = 2 atan2(sqrt(|u - v|^2 + eps^2), sqrt(|u + v|^2 + eps^2)) - 2 atan(eps / sqrt(4 + eps^2)).
 
     u = a/|a| and v = b/|b|. This is the angle between a and b, smoothed by eps: the gradient stays finite where points
@@ -35,17 +35,8 @@ class Sphere(Metric):
     Raises: ArgumentError for eps <= 0.
     """
 
-    negative_type: ClassVar[bool] = True
-
-    curvature: ClassVar[int | None] = 1
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            "Sphere: eps must be > 0 (it keeps the gradient finite at coincident and opposite points), received "
-            f"{self.eps}.",
-        )
+    negative_type = True
+    curvature = 1
 
     @property
     def _least(self) -> float:
@@ -120,7 +111,7 @@ def _gaps_vjp(u: Tensor, v: Tensor, gap: Tensor, grad: Tensor) -> tuple[Tensor, 
 
 
 @dataclass(frozen=True)
-class Hyperbolic(Metric):
+class Hyperbolic(Smooth):
     """The distance of curvature -1 between points in polar form: x lies at radius |scale x| in the direction of x.
 
     delta = sinh^2((a - b)/2) + sinh(a) sinh(b) |a^ - b^|^2 / 4,   d = 2 asinh(sqrt(delta + eps^2/4)) - 2 asinh(eps/2)
@@ -137,18 +128,14 @@ class Hyperbolic(Metric):
     Raises: ArgumentError for eps or scale <= 0.
     """
 
-    negative_type: ClassVar[bool] = True
+    negative_type = True
+    curvature = -1
 
-    curvature: ClassVar[int | None] = -1
-    eps: float = 1e-4
     scale: float | None = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            f"Hyperbolic: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
-        require(self.scale is None or self.scale > 0, f"Hyperbolic: scale must be > 0 or None, received {self.scale}.")
+        super().__post_init__()
+        require_positive("Hyperbolic: scale", self.scale, optional=True)
 
     @property
     def _least(self) -> float:

@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require
-from zonal.algebra.metric.base import DotReduction, Metric
+from zonal.algebra.metric.base import DotReduction, Metric, Smooth
 from zonal.formula import FORMULAS, Formula, Term
 
 _FORMULA = Formula(  # of a squared distance x, after which exp is taken; c[0] is eps
@@ -59,7 +58,7 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Euclidean(Metric):
+class Euclidean(Smooth):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
     eps keeps the gradient finite and zero at coincident points, where a plain root has NaN. The distance kernels sum |a
@@ -69,19 +68,11 @@ class Euclidean(Metric):
     Raises: ArgumentError for eps <= 0.
     """
 
-    negative_type: ClassVar[bool] = True
-
-    curvature: ClassVar[int | None] = 0
-    eps: float = 1e-4
+    negative_type = True
+    curvature = 0
 
     def passes(self, dim: int) -> int:
         return 12
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            f"Euclidean: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
 
     def typical(self, dim: int) -> float:
         return (2 * dim) ** 0.5
@@ -107,9 +98,8 @@ class Euclidean(Metric):
 class SquaredEuclidean(Metric):
     """d(a, b) = |a - b|^2, a Gaussian kernel with the link exp. The triangle inequality does not hold."""
 
-    negative_type: ClassVar[bool] = True
-
-    curvature: ClassVar[int | None] = 0
+    negative_type = True
+    curvature = 0
 
     def typical(self, dim: int) -> float:
         return 2.0 * dim
@@ -131,7 +121,7 @@ class SquaredEuclidean(Metric):
 
 
 @dataclass(frozen=True)
-class HilbertSchmidt(Metric):
+class HilbertSchmidt(Smooth):
     """d(A, B) = |A - B|, the Frobenius norm, smooth as ``Euclidean``. Points are m x m matrices row by row, D = m^2.
 
     ``score.OperatorPath`` uses its square, which is faster.
@@ -139,17 +129,8 @@ class HilbertSchmidt(Metric):
     Raises: ArgumentError for points that are not square matrices.
     """
 
-    negative_type: ClassVar[bool] = True
-
-    curvature: ClassVar[int | None] = 0
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            "HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received "
-            f"{self.eps}.",
-        )
+    negative_type = True
+    curvature = 0
 
     def check(self, dim: int) -> None:
         require(

@@ -1,18 +1,17 @@
 """Metrics of distributions and of states: Fisher-Rao and Le Cam on softmax(x), fidelity on density matrices."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
-from zonal.algebra.metric.base import Metric, unit
+from zonal.algebra.declaration import require, require_positive, require_whole
+from zonal.algebra.metric.base import Metric, Smooth, unit
 from zonal.algebra.metric.curved import Sphere
 
 
 @dataclass(frozen=True)
-class FisherRao(Metric):
+class FisherRao(Smooth):
     """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b).
 
     It is smooth as ``Sphere`` and at most pi.
@@ -20,15 +19,7 @@ class FisherRao(Metric):
     Raises: ArgumentError for eps <= 0.
     """
 
-    negative_type: ClassVar[bool] = True
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            f"FisherRao: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
+    negative_type = True
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         return 2 * Sphere(self.eps).pair(_root(q), _root(k)).to(q.dtype)
@@ -50,7 +41,7 @@ def _root_vjp(root: Tensor, grad: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LeCam(Metric):
+class LeCam(Smooth):
     """d(a, b) = sqrt(sum_i (p_i - r_i)^2 / (p_i + r_i) + eps^2) - eps, p = softmax(a), r = softmax(b); at most sqrt(2).
 
     Paper 004 calls it Fisher's information distance, but that one (``FisherRao``) is up to 2.2 times as long. Cost:
@@ -58,14 +49,6 @@ class LeCam(Metric):
 
     Raises: ArgumentError for eps <= 0.
     """
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            f"LeCam: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         p, r = q.softmax(-1), k.softmax(-1)
@@ -115,10 +98,7 @@ class Fidelity(Metric):
 
     def __post_init__(self) -> None:
         require_whole("Fidelity: rank", self.rank)
-        require(
-            self.eps > 0,
-            f"Fidelity: eps must be > 0 (it keeps the gradient finite at orthogonal states), received {self.eps}.",
-        )
+        require_positive("Fidelity: eps", self.eps, "it keeps the gradient finite at orthogonal states")
 
     def check(self, dim: int) -> None:
         require(

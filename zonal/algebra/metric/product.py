@@ -166,39 +166,20 @@ class Product(Metric):
 
     def moves(self) -> tuple[Move, ...]:
         each = "the distance" if len(self.factors) == 1 else "each distance"
-        found = []
         if self.adaptive:
-            found.append(
-                Move(
-                    "restriction",
-                    "score",
-                    "weights a query",
-                    f"each query weighs the distances by a softmax of its first {len(self.factors)} numbers",
-                )
-            )
+            name, text = "weights a query", "each query weighs the distances by a softmax of its first "
+            text += f"{len(self.factors)} numbers"
         elif self.learn:
-            found.append(
-                Move(
-                    "restriction",
-                    "score",
-                    "weights per head",
-                    f"{each} has a weight > 0 per head, which is learned and the same for all queries",
-                )
-            )
+            name = "weights per head"
+            text = f"{each} has a weight > 0 per head, which is learned and the same for all queries"
         else:
-            found.append(Move("restriction", "score", "fixed weights", f"{each} has a weight > 0 that is given"))
-        if self.gates is not None:
-            shut = Derived("", "hence a factor of gate 0 carries no evidence")
-            found.append(
-                Move(
-                    "restriction",
-                    "score",
-                    "gates",
-                    f"{each} has a factor >= 0 per head, initially {', '.join(f'{g:g}' for g in self.gates)}",
-                    (shut,),
-                )
-            )
-        return tuple(found)
+            name, text = "fixed weights", f"{each} has a weight > 0 that is given"
+        weighs = Move("restriction", "score", name, text)
+        if self.gates is None:
+            return (weighs,)
+        text = f"{each} has a factor >= 0 per head, initially {', '.join(f'{g:g}' for g in self.gates)}"
+        shut = Derived("", "hence a factor of gate 0 carries no evidence")
+        return (weighs, Move("restriction", "score", "gates", text, (shut,)))
 
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
         """Learned values as plain numbers, per head.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_positive, require_whole
 from zonal.algebra.metric.base import Metric
 from zonal.algebra.metric.euclidean import squares, squares_vjp
 
@@ -56,10 +56,7 @@ class Riemannian(Metric):
             0 < self.floor < 1,
             f"Riemannian: floor must lie between 0 and 1 (g is floor I and what is learned), received {self.floor}.",
         )
-        require(
-            self.eps > 0,
-            f"Riemannian: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
+        require_positive("Riemannian: eps", self.eps, "it keeps the gradient finite at coincident points")
 
     def sized(self, dim: int, heads: int) -> "Riemannian":
         self.check(dim)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
-from zonal.algebra.metric.base import Metric
+from zonal.algebra.metric.base import Smooth
 
 
 @dataclass(frozen=True)
-class Topological(Metric):
+class Topological(Smooth):
     """d(a, b) = sqrt(W_2(A, B)^2 + eps^2) - eps for persistence diagrams A = {(0, |a_i|)}, B = {(0, |b_j|)}.
 
     The numbers of a point are death times, and all births are 0.
@@ -27,14 +26,6 @@ class Topological(Metric):
 
     Raises: ArgumentError for eps <= 0. Source: REWA (004).
     """
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(
-            self.eps > 0,
-            f"Topological: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
-        )
 
     def typical(self, dim: int) -> float:
         return 0.5 * dim**0.5

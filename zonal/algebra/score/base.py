@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Derived, Move, require, require_whole, row
+from zonal.algebra.declaration import (
+    Declaration,
+    Derived,
+    Move,
+    require,
+    require_one_of,
+    require_positive,
+    require_whole,
+    row,
+)
 from zonal.algebra.metric import DotReduction, Euclidean, Metric, Riemannian
 from zonal.formula import Term
 
@@ -68,36 +77,23 @@ def low_rank(meet: str) -> Move:
 class Score(Declaration, abstract=True):
     """Base of scores: S (B, H, T, S) from q (B, H, T, D) and k (B, H, S, D).
 
-    ``bilinear``: the score is a dot product of prepared vectors.
+    bilinear: the score is a dot product of prepared vectors. bound: the largest |S| it can take, None = unbounded.
+    positive: S >= 0 always. plain: the kernel among keys is z.z of the prepared keys, so that sums such as G = sum z
+    z^T define it. keeps_keys: a prepared key equals the given key, so that a memory can keep it in the given type.
+    one_map: a layer makes queries and keys with one projection. transports: a layer carries values from token to token
+    by what the score compares (``Categorical``). deaths: the number of death times that a layer appends to each query
+    and key, from a token's earlier neighbours.
     """
 
     slot = "score"
     bilinear: ClassVar[bool] = False
-
-    @property
-    def bound(self) -> float | None:
-        """The largest |S| the score can take, or None when it is unbounded."""
-        return None
-
-    @property
-    def positive(self) -> bool:
-        """Whether S >= 0 always."""
-        return False
-
-    @property
-    def keeps_keys(self) -> bool:
-        """Whether a prepared key equals the given key, so that a memory can keep it in the given type."""
-        return False
-
-    @property
-    def one_map(self) -> bool:
-        """Whether a layer makes queries and keys with one projection."""
-        return False
-
-    @property
-    def transports(self) -> bool:
-        """Whether a layer carries values from token to token by what the score compares (``Categorical``)."""
-        return False
+    bound: ClassVar[float | None] = None
+    positive: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
+    keeps_keys: ClassVar[bool] = False
+    one_map: ClassVar[bool] = False
+    transports: ClassVar[bool] = False
+    deaths: ClassVar[int] = 0
 
     def check_values(self, dim: int) -> None:
         """Raise ArgumentError when values of ``dim`` numbers cannot be carried."""
@@ -108,16 +104,6 @@ class Score(Declaration, abstract=True):
         back: from that frame to the one of the raw queries x.
         """
         raise NotImplementedError(f"{type(self).__name__}.carried")
-
-    @property
-    def deaths(self) -> int:
-        """The number of death times that a layer appends to each query and key, from a token's earlier neighbours."""
-        return 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether the kernel among keys is z.z of the prepared keys, so that sums such as G = sum z z^T define it."""
-        return False
 
     def indefinite_reason(self) -> str | None:
         """Why scores among keys may be neither inner products nor negated distances of negative type, or None."""
@@ -207,7 +193,6 @@ class Score(Declaration, abstract=True):
         return grad @ k, grad.transpose(-1, -2) @ q
 
 
-_MAPS = ("none", "elu1", "relu", "silu")
 _HEADROOM = 5.0
 """In a layer, key_limit is this many times the initial length of keys."""
 
@@ -226,7 +211,7 @@ class Dot(Score):
     Raises: ArgumentError for an unknown map, and numbers out of range.
     """
 
-    bilinear: ClassVar[bool] = True
+    bilinear = True
     kv_rows: ClassVar[tuple[str, ...]] = ("log_factor",)
     later: ClassVar[tuple[str, ...]] = ("factor",)
 
@@ -241,9 +226,9 @@ class Dot(Score):
         return None
 
     def __post_init__(self) -> None:
-        require(self.map in _MAPS, f"Dot: map must be one of {', '.join(_MAPS)}, received {self.map!r}.")
-        for name, value in (("key_limit", self.key_limit), ("factor", self.factor)):
-            require(value is None or value > 0, f"Dot: {name} must be > 0 or None, received {value}.")
+        require_one_of("Dot: map", self.map, ("none", "elu1", "relu", "silu"))
+        require_positive("Dot: key_limit", self.key_limit, optional=True)
+        require_positive("Dot: factor", self.factor, optional=True)
 
     @property
     def plain(self) -> bool:
@@ -297,9 +282,8 @@ class Dot(Score):
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":
             return None
-        return Clipped(
-            self._scale(dim, scale), self.key_limit, None if self.factor is None else params["log_factor"].exp()
-        )
+        factor = None if self.factor is None else params["log_factor"].exp()
+        return Clipped(self._scale(dim, scale), self.key_limit, factor)
 
     def _scale(self, dim: int, scale: float | None) -> float:
         chosen = scale if scale is not None else self.scale
@@ -312,15 +296,8 @@ class Dot(Score):
         met = low_rank("D numbers" if self.map == "none" else f"D numbers, {self.map} of them")
         if self.key_limit is None:
             return (met,)
-        return (
-            Move(
-                "restriction",
-                "score",
-                "clipped keys",
-                f"no key is longer than {self.key_limit:g}: longer ones are shortened to it",
-            ),
-            met,
-        )
+        text = f"no key is longer than {self.key_limit:g}: longer ones are shortened to it"
+        return (self.move("restriction", "clipped keys", text), met)
 
 
 @dataclass(frozen=True)
@@ -332,14 +309,14 @@ class Cosine(Score):
     Raises: ArgumentError for a temperature <= 0.
     """
 
-    bilinear: ClassVar[bool] = True
+    bilinear = True
 
     temperature: float = 1.0
     learn_temperature: bool = False
     eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        require(self.temperature > 0, f"Cosine: temperature must be > 0, received {self.temperature}.")
+        require_positive("Cosine: temperature", self.temperature)
 
     @property
     def bound(self) -> float | None:
@@ -379,10 +356,8 @@ class Cosine(Score):
 
     def moves(self) -> tuple[Move, ...]:
         cosine = Derived("no norms", "hence the score is their cosine over the temperature, and bounded")
-        return (
-            Move("restriction", "score", "angles", "norms of q and k carry no evidence", (cosine,)),
-            low_rank("D numbers"),
-        )
+        angles = self.move("restriction", "angles", "norms of q and k carry no evidence", cosine)
+        return (angles, low_rank("D numbers"))
 
 
 @dataclass(frozen=True)
@@ -427,7 +402,7 @@ class NegativeDistance(Score):
         return self.metric.width(dim)
 
     def __post_init__(self) -> None:
-        require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
+        require_positive("NegativeDistance: temperature", self.temperature)
         require_whole("NegativeDistance: neighbours", self.neighbours, 0)
         require(
             isinstance(self.metric, Metric),
@@ -513,13 +488,8 @@ class NegativeDistance(Score):
     def moves(self) -> tuple[Move, ...]:
         name, beside = self.metric.title, "" if self.dot is None else ", beside a dot product"
         nearest = Derived("nearest", "hence S <= 0, and no key scores more than one equal to its query")
-        distance = Move(
-            "restriction",
-            "score",
-            f"{name} distance",
-            f"evidence falls with the {name} distance of query and key{beside}",
-            (nearest,) if self.dot is None else (),
-        )
+        text = f"evidence falls with the {name} distance of query and key{beside}"
+        distance = self.move("restriction", f"{name} distance", text, *([nearest] if self.dot is None else []))
         return (distance, *self.metric.moves())
 
 

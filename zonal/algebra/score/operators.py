@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Derived, Move, require, require_whole
+from zonal.algebra.declaration import Derived, Move, require, require_positive, require_whole
 from zonal.algebra.score.base import Params, Score, low_rank
 
 
@@ -48,8 +47,8 @@ class OperatorPath(Score):
     Raises: ArgumentError for vectors whose size fits no such matrix. Source: REWA (004).
     """
 
-    bilinear: ClassVar[bool] = True
-    kv_rows: ClassVar[tuple[str, ...]] = ("relation", "gate")
+    bilinear = True
+    kv_rows = ("relation", "gate")
 
     size: int | None = None
     relations: int = 0
@@ -74,10 +73,7 @@ class OperatorPath(Score):
             f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received "
             f"relations={self.relations}.",
         )
-        require(
-            self.temperature is None or self.temperature > 0,
-            f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.",
-        )
+        require_positive("OperatorPath: temperature", self.temperature, optional=True)
 
     @property
     def one_map(self) -> bool:
@@ -166,11 +162,9 @@ class OperatorPath(Score):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         flat = self._matrices(k).flatten(-2)
-        return (
-            flat
-            if self.relations
-            else torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
-        )
+        if self.relations:
+            return flat
+        return torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         size = math.isqrt(k.shape[-1])
@@ -180,34 +174,18 @@ class OperatorPath(Score):
         if self.choices is not None:
             text = (
                 f"evidence is the trace of a path between two operators, at each of whose {self.relations} steps the "
-                "query weighs "
-                f"{self.choices} learned relations and none"
+                f"query weighs {self.choices} learned relations and none"
             )
-            return (Move("restriction", "score", "chosen path", text), low_rank("m^2 entries"))
+            return (self.move("restriction", "chosen path", text), low_rank("m^2 entries"))
         if self.relations:
-            return (
-                Move(
-                    "restriction",
-                    "score",
-                    "path",
-                    f"evidence is the trace of a path of {self.relations} learned relations between two operators",
-                ),
-                low_rank("m^2 entries"),
-            )
+            text = f"evidence is the trace of a path of {self.relations} learned relations between two operators"
+            return (self.move("restriction", "path", text), low_rank("m^2 entries"))
         bias = Derived(
             "key bias",
             "hence it is a dot product of entries with a key bias: but for its size, the score of softmax attention",
         )
-        return (
-            Move(
-                "restriction",
-                "score",
-                "operators",
-                "evidence falls with the squared Hilbert-Schmidt distance of two operators",
-                (bias,),
-            ),
-            low_rank("m^2 + 2 numbers"),
-        )
+        text = "evidence falls with the squared Hilbert-Schmidt distance of two operators"
+        return (self.move("restriction", "operators", text, bias), low_rank("m^2 + 2 numbers"))
 
 
 @dataclass(frozen=True)
@@ -229,8 +207,9 @@ class Categorical(Score):
     Raises: ArgumentError for vectors with more numbers than X has. Source: REWA (004).
     """
 
-    bilinear: ClassVar[bool] = True
-    kv_rows: ClassVar[tuple[str, ...]] = ("relation",)
+    bilinear = True
+    kv_rows = ("relation",)
+    one_map = True
 
     size: int | None = None
     relation: bool = False
@@ -246,11 +225,7 @@ class Categorical(Score):
         require_whole("Categorical: heads", self.heads)
         if self.size is not None:
             require_whole("Categorical: size", self.size, 2)
-        require(self.temperature > 0, f"Categorical: temperature must be > 0, received {self.temperature}.")
-
-    @property
-    def one_map(self) -> bool:
-        return True
+        require_positive("Categorical: temperature", self.temperature)
 
     @property
     def transports(self) -> bool:
@@ -339,16 +314,8 @@ class Categorical(Score):
         compose = Derived(
             "turns compose", "hence turns compose: the one from t to u is the one from t to s and that from s to u"
         )
-        return (
-            Move(
-                "restriction",
-                "score",
-                "frames",
-                "tokens are frames, and evidence is the trace of the turn from one to the other",
-                (compose,),
-            ),
-            low_rank("m^2 entries"),
-        )
+        text = "tokens are frames, and evidence is the trace of the turn from one to the other"
+        return (self.move("restriction", "frames", text, compose), low_rank("m^2 entries"))
 
 
 __all__ = ["Categorical", "OperatorPath"]
