@@ -12,7 +12,7 @@ import zonal
 from zonal import Memory, Operator, anchor, prior
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, NonFiniteError, PathError
-from zonal.execution.paths.fading import block_length
+from zonal.execution.paths.blocks import block_length
 from zonal.memory import FadingStatistics
 
 R, P = 5, 3

@@ -12,8 +12,7 @@ from typing import NamedTuple, cast
 from zonal.algebra.anchor import Hierarchical, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
 from zonal.execution.paths import tiled
-from zonal.execution.paths.fading import usual_block
-from zonal.execution.paths.ridge import usual_block as ridge_block
+from zonal.execution.paths.blocks import usual_block
 from zonal.execution.paths.scan import block_size
 from zonal.execution.shape import EXPONENTIAL, Shape
 from zonal.features import feature_map, hashing
@@ -381,7 +380,7 @@ def ridge(s: Shape) -> Work:
         peak = heads * s.queries * (rank * (2 + shifts) * s.back + width) + kv * keys * rank * (shifts > 0)
         peak += kv * rank * (8.0 * rank + 2 * width) * s.back
         return Work(done + _lifting(s, vectors), 4 * peak * s.itemsize, peak * s.itemsize, 70.0 + 80 * s.gradients)
-    usual = ridge_block(rank)
+    usual = usual_block(rank)
     outright = s.tags.by_query or (s.chunk is not None and s.chunk > usual)
     # keys before the first query (before its chunk) are summed up at once
     inside = max(keys if s.chunk is not None else min(s.queries, keys), 1)
@@ -405,7 +404,7 @@ def ridge(s: Shape) -> Work:
 def fading(s: Shape) -> Work:
     """Read-outs by torch whose past fades: blocks with two rows a key, in float64."""
     rank, width, kv, shifts = _rank(s), s.value_dim, s.batch * s.kv_heads, s.tags.shifts
-    size = min(usual_block(rank), max(s.keys, 1))
+    size = min(usual_block(rank, fades=True), max(s.keys, 1))
     blocks, rows = max(-(-s.keys // size), 1), s.groups * size
     factor = 2.0 * size * rank * (2 * rank + 2 * size) + (2.0 * size) ** 3 / 6 + size * size * 4.0 * rank
     solve = rank * rank + 6.0 * size * rank + (size + rank) * width

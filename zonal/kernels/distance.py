@@ -11,8 +11,8 @@ from zonal.formula import FORMULAS, Term
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments, dense_last, empty, zeros
 from zonal.kernels.native import Family
-from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
-from zonal.kernels.tile import SECOND, TileInputs, TileSpec, parts_of, point_at, rows_and_keys
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
+from zonal.kernels.tile import TileInputs, TileSpec, parts_of, point_at, rows_and_keys
 
 CODE = FORMULAS["exp"]
 """Its weights are exponentials, whatever the distances."""
@@ -124,7 +124,7 @@ distance = Op(
     cuda=on_cuda("distance_forward", "distance_backward"),
     shapes=_shapes,
     fixed=(1,),
-    refusal=SECOND,
+    refusal=only_first("tiled"),
 )
 """(y, factor) of ``DistanceSpec``'s equation."""
 

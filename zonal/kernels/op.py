@@ -192,6 +192,20 @@ class Op:
         return tuple(whole)
 
 
+def only_first(path: str) -> str:
+    """The message of the backward passes that make their forward pass again, for when they are differentiated."""
+    return (
+        f"attention: path {path!r} makes its forward pass again in backward and has no second derivative. "
+        "Use path='dense' where you need create_graph=True."
+    )
+
+
+def no_second_derivative(path: str) -> None:
+    """Called in such a backward pass. Raises: PathError when that pass is itself differentiated."""
+    if torch.is_grad_enabled():
+        raise PathError(only_first(path))
+
+
 def _own(x: Tensor) -> Tensor:
     """x with memory of its own: an operator's results may not share any, as parts of one buffer do."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
@@ -246,4 +260,4 @@ def _made(kind: Any, value: Any) -> Any:
     return value
 
 
-__all__ = ["Body", "Op", "decode", "encode", "on_cuda", "plain", "recorded"]
+__all__ = ["Body", "Op", "decode", "encode", "no_second_derivative", "on_cuda", "only_first", "plain", "recorded"]

@@ -14,7 +14,7 @@ from zonal.formula import FORMULAS
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments, dense_last, empty, plain, zeros
 from zonal.kernels.native import Family
-from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 from zonal.kernels.sums import Places, places
 
 FAMILY = Family("ridge", FORMULAS["identity"])
@@ -184,8 +184,7 @@ ridge = Op(
     cuda=on_cuda("ridge_forward", "ridge_backward"),
     shapes=_shapes,
     fixed=(1,),
-    refusal="attention: path 'chunked' makes its factors again in backward and has no second derivative. "
-    "Use path='dense' where you need create_graph=True.",
+    refusal=only_first("chunked"),
 )
 """The read-outs as (y, which documents of which key heads ran in float64)."""
 

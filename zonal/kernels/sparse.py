@@ -10,7 +10,7 @@ from zonal.formula import FORMULAS
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments, address, dense_last, empty, plain, zeros
 from zonal.kernels.native import Family
-from zonal.kernels.op import Body, Gradients, Op, Results
+from zonal.kernels.op import Body, Gradients, Op, Results, only_first
 
 FAMILY = Family("sparse", FORMULAS["identity"], cuda=False)
 KINDS = ("euclidean", "squared", "sphere", "hyperbolic")
@@ -212,8 +212,7 @@ sparse = Op(
     cpu=Body(forward, backward),
     shapes=_shapes,
     fixed=(1, 2, 3),
-    refusal="attention: path 'sparse' makes its scores again in backward and has no second derivative. "
-    "Use path='dense' where you need create_graph=True.",
+    refusal=only_first("sparse"),
 )
 """The results of ``forward``; y has gradients."""
 

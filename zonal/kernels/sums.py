@@ -15,7 +15,7 @@ from zonal.formula import Formula
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments, dense_last, empty, plain, zeros
 from zonal.kernels.native import Family
-from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 from zonal.kernels.tile import padded
 
 FAMILY = Family("sums")
@@ -396,8 +396,7 @@ sums = Op(
     cuda=on_cuda("sums_forward", "sums_backward"),
     shapes=_shapes,
     fixed=(1, 3),
-    refusal="attention: path 'chunked' makes its features again in backward and has no second derivative. "
-    "Use path='dense' where you need create_graph=True.",
+    refusal=only_first("chunked"),
 )
 """``SumsSpec``'s equation. The results are those of ``summed``; y and the state have gradients."""
 

@@ -19,13 +19,9 @@ from zonal.kernels import abi
 from zonal.kernels.abi import Arguments, dense_last, empty, zeros
 from zonal.kernels.build import BuildError
 from zonal.kernels.native import Family, failure, load
-from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 
 FAMILY = Family("tile")
-SECOND = (
-    "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. "
-    "Use path='dense' where you need create_graph=True."
-)
 CALL = abi.Struct("common.hpp", "Call")
 _PAIRS = "tile_bf16"
 """The source for products of bfloat16."""
@@ -213,11 +209,11 @@ tile = Op(
     shapes=_shapes,
     fixed=(1, 2),
     mapped=("tttppme", "ttt"),
-    refusal=SECOND,
+    refusal=only_first("tiled"),
 )
 """y_t = factor_t sum_s l(S_ts) v_s as (y, factor, rest) of ``forward``."""
 
 __all__ = [
-    "CALL", "FAMILY", "SECOND", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
+    "CALL", "FAMILY", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
     "rows_and_keys", "tile",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The chunked path: sequences in blocks over a carried state of fixed size. Exact; linear in the number of tokens.
 
 Operators whose kernel is a polynomial of a dot product carry sums of features (``scan``). Ridge and Koopman read-outs
-of a plain product carry G, M, C (``ridge``). Packed documents run as a batch of documents.
+of a plain product carry G, M, C (``blocks``). Packed documents run as a batch of documents.
 """
 
 from typing import cast
@@ -14,7 +14,8 @@ from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, empty_memory, tail
-from zonal.execution.paths import ridge
+from zonal.execution.paths.blocks import Statistics
+from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.features import feature_map
@@ -77,7 +78,7 @@ def chunked(
         return F.pad(y, (0, 0, idle, 0)), after
     final = None
     if call.tags.solves:
-        y = ridge.by_torch(call, tokens, before, block)
+        y = ridge_by_torch(call, tokens, cast(Statistics | None, before), block)
     else:
         y, final = _sums(call, tokens, before, block, return_memory)
     y = call.scaled(y)

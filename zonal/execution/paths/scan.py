@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.link import Link
-from zonal.errors import PathError
 from zonal.features import SymmetricPowers
+from zonal.kernels.op import no_second_derivative
 
 # numbers of features, or scores, of one block
 _BLOCK_ELEMENTS = 1 << 25
@@ -258,11 +258,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise PathError(
-                "attention: path 'chunked' makes its features again in backward and has no second derivative. "
-                "Use path='dense' where you need create_graph=True."
-            )
+        no_second_derivative("chunked")
         q, k, v, c, monomials, decay, y, final, *stored = ctx.saved_tensors
         job: Job = ctx.job
         scan = _Scan(job, q, k, v, c, monomials, decay)

@@ -16,12 +16,12 @@ from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
-from zonal.errors import PathError
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.candidates import candidates, keys_of
 from zonal.features import hashing
 from zonal.kernels.native import Reason
+from zonal.kernels.op import no_second_derivative
 from zonal.kernels.sparse import FAMILY, Candidates, Factors, SparseInputs, SparseSpec
 from zonal.kernels.sparse import sparse as kernel
 
@@ -216,11 +216,7 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise PathError(
-                "attention: path 'sparse' makes its scores again in backward and has no second derivative. "
-                "Use path='dense' where you need create_graph=True."
-            )
+        no_second_derivative("sparse")
         q, k, v, y, least, whole = ctx.saved_tensors
         found, parts = ctx.found, ctx.parts
         dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)

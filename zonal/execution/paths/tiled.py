@@ -16,9 +16,9 @@ from zonal.algebra.anchor import PlanAnchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
-from zonal.errors import PathError
 from zonal.execution.call import Call
 from zonal.execution.paths.tree import hierarchy_refusal
+from zonal.kernels.op import no_second_derivative
 
 # The fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in
 # the cache. Long sequences waste few tiles on the diagonal and gain from larger ones.
@@ -372,11 +372,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise PathError(
-                "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. "
-                "Use path='dense' where you need create_graph=True."
-            )
+        no_second_derivative("tiled")
         q, k, v, c, row, col, y, factor, least = ctx.saved_tensors
         parts: Parts = ctx.parts
         wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5])
