@@ -5,7 +5,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zonal.errors import ArgumentError
@@ -52,7 +52,7 @@ def described(hint: Any) -> str:
         return " or ".join(described(part) for part in parts)
     if origin is typing.Literal:
         return " or ".join(map(repr, parts))
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return f"a list or tuple ({', '.join('…' if part is Ellipsis else described(part) for part in parts)})"
     if origin in (dict, Mapping):
         return "an object"
@@ -112,8 +112,8 @@ def made(hint: Any, value: Any, name: str) -> Any:
     elif dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return value if isinstance(value, hint) else _made_fields(hint, value, name)
-    elif origin is tuple and isinstance(value, list | tuple):
-        inner = parts[:1] * len(value) if parts[1:] == (Ellipsis,) else parts
+    elif origin in (tuple, Sequence) and isinstance(value, list | tuple):
+        inner = parts[:1] * len(value) if origin is Sequence or parts[1:] == (Ellipsis,) else parts
         if len(inner) != len(value):
             raise ArgumentError(f"{name} must have {len(inner)} entries, received {value!r}.")
         return tuple(made(part, value[at], f"{name}[{at}]") for at, part in enumerate(inner))
@@ -124,7 +124,7 @@ def made(hint: Any, value: Any, name: str) -> Any:
         return {key: each for key, each in entries.items() if nullable or each is not None}
     elif hint in (int, float) and fits(value, float):
         return hint(value)
-    elif origin not in (tuple, dict, Mapping) and fits(value, hint):
+    elif origin not in (tuple, Sequence, dict, Mapping) and fits(value, hint):
         return value
     raise ArgumentError(f"{name} must be {described(hint)}, received {value!r}.")
 

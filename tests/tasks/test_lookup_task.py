@@ -198,7 +198,7 @@ class Speaker:
     """A model whose logits are ``say`` of tokens and a row's targets, which it looks up by its tokens."""
 
     def __init__(self, task, right):
-        batches = [*task._fixed(task.controls, 8, 2), *task._fixed(task.tests, 8, 1)]
+        batches = [*task._of(task.controls, 8, 2), *task._of(task.tests, 8, 1)]
         self.answers = {
             tuple(row): targets
             for batch in batches

@@ -19,16 +19,15 @@ length, so that all answers begin at the same place.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, TRAIN, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
-_TRAIN, _TEST, _DEPTHS = range(3)
+_DEPTHS = 2
 SIGNS = "·()=_?."
 FILL, OPEN, CLOSE, SAME, GAP, ASK, STOP = range(len(SIGNS))
 HEADS, ATOMS = 8, 32
@@ -114,55 +113,59 @@ def height(tree: Tree) -> int:
     return 0 if isinstance(tree, int) else 1 + max(height(tree[1]), height(tree[2]))
 
 
-class Expressions(Task):
+@dataclass(eq=False)
+class Expressions(Drawn[int]):
     """Completing a subtree of S-expressions, tested at ``depths`` and trained at all from 2 on: up to 3, and one more
     every 50 steps, to the largest of them.
 
     test_examples: sequences of each depth. Slices: "depth". Metric: the share of right tokens of the subtree (and of
     the stop after it), each given the right ones before. ``examine`` lets the model write, always the most likely
-    token, and measures ``exact match`` and ``parse errors``, texts that are
-    no expression: brackets that do not close, a head where an argument belongs, no stop in time.
+    token, and measures ``exact match`` and ``parse errors``, texts that are no expression: brackets that do not close,
+    a head where an argument belongs, no stop in time.
 
     Raises: ArgumentError when a depth is not from 2 to ``DEEPEST`` or a number is out of range.
     """
 
-    metric = "accuracy"
-    vocab_size = _FIRST_ATOM + ATOMS
+    depths: Sequence[int] = (5, 10, 15)
+    _: KW_ONLY
+    test_examples: int = 100
+    seed: int = 0
+    name: str = "sexpr"
 
-    def __init__(
-        self, depths: Sequence[int] = (5, 10, 15), *, test_examples: int = 100, seed: int = 0, name: str = "sexpr"
-    ) -> None:
-        self.depths = tuple(depths)
-        if not self.depths or min(self.depths) < 2 or max(self.depths) > DEEPEST or test_examples < 1 or seed < 0:
+    kind, metric = "expressions", "accuracy"
+    vocab_size = _FIRST_ATOM + ATOMS
+    groups = ("sign", "head", "atom"), (_FIRST_HEAD, _FIRST_ATOM)
+
+    def __post_init__(self) -> None:
+        self.depths = depths = tuple(self.depths)
+        if not depths or min(depths) < 2 or max(depths) > DEEPEST or self.test_examples < 1 or self.seed < 0:
             raise ArgumentError(
                 f"Expressions: depths from 2 to {DEEPEST}, at least 1 test example and a seed of at least 0 are "
-                f"required, got depths={self.depths}, "
-                f"test_examples={test_examples}, seed={seed}."
+                f"required, got {self}."
             )
-        self.test_examples, self.seed, self.name = test_examples, seed, name
-        self.length = max(prompt_length(depth) for depth in self.depths) + LONGEST
+        self.length = max(map(prompt_length, depths)) + LONGEST
 
-    def row(self, depth: int, key: tuple[int, ...], *, reading: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: heads and atoms of R
-        are targets, too.
+    def row(self, cell: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. In training heads and atoms of
+        R are targets, too.
         """
         chance = stream(*key)
-        tree = self._tree(depth, chance)
+        tree = self._tree(cell, chance)
         other = turned(tree)
         gaps = [way for way in ways(other) if way and height(at(other, way)) <= 2]
         gap = gaps[chance.integers(len(gaps))]
         asked = written(other, gap)
         prompt = [OPEN, SAME, *written(tree), *asked, CLOSE, ASK]
         answer = [*written(at(other, gap)), STOP]
-        size, start = prompt_length(depth) + LONGEST, prompt_length(depth)
+        start = prompt_length(cell)
+        size = start + LONGEST
         tokens, targets = np.full(size, FILL, dtype=np.int64), np.full(size, IGNORED, dtype=np.int64)
         tokens[start - len(prompt) : start] = prompt
         tokens[start : start + len(answer) - 1] = answer[:-1]
         targets[start - 1 : start - 1 + len(answer)] = answer
-        if reading:
-            targets[start - 3 - len(asked) : start - 3] = [
-                token if token >= _FIRST_HEAD else IGNORED for token in asked
-            ]
+        if key[-1] == TRAIN:
+            read = [token if token >= _FIRST_HEAD else IGNORED for token in asked]
+            targets[start - 3 - len(asked) : start - 3] = read
         return tokens, targets
 
     def _tree(self, depth: int, chance: np.random.Generator) -> Tree:
@@ -180,34 +183,15 @@ class Expressions(Task):
             tree = node(tree, beside) if chance.integers(2) else node(beside, tree)
         return tree
 
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        check_batch("Expressions.train_batch", batch_size, step, seed)
+    def slices(self, cell: int) -> dict[str, int]:
+        return {"depth": cell}
+
+    def training_cells(self, step: int, seed: int, numbers: range) -> list[int]:
         deepest = min(max(self.depths), _FIRST_DEPTHS + step // _STEPS_A_LEVEL)
-        depth = int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(2, deepest) + 1))
-        return self._batch(
-            depth,
-            [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)],
-            reading=True,
-        )
+        return [int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(2, deepest) + 1))] * len(numbers)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Expressions.evaluation_batches", batch_size)
-        for depth in self.depths:
-            for begin in range(0, self.test_examples, batch_size):
-                yield self._batch(
-                    depth,
-                    [
-                        (self.seed, depth, number, _TEST)
-                        for number in range(begin, min(begin + batch_size, self.test_examples))
-                    ],
-                )
-
-    def _batch(self, depth: int, keys: Sequence[tuple[int, ...]], *, reading: bool = False) -> Batch:
-        tokens, targets = (
-            torch.from_numpy(np.stack(arrays))
-            for arrays in zip(*(self.row(depth, key, reading=reading) for key in keys), strict=True)
-        )
-        return Batch(tokens, targets, {"depth": [depth] * len(keys)})
+        return self.fixed([(depth, depth) for depth in self.depths], self.test_examples, batch_size)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Expressions.examine", batch_size)
@@ -236,22 +220,6 @@ class Expressions(Task):
                 )
         return Guess(float(np.mean(scores)))
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "task": "expressions",
-            "name": self.name,
-            "depths": list(self.depths),
-            "test_examples": self.test_examples,
-            "seed": self.seed,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-        return cls(config["depths"], test_examples=config["test_examples"], seed=config["seed"], name=config["name"])
-
     def describe(self) -> str:
         depths = ", ".join(map(str, self.depths))
         return (
@@ -259,24 +227,14 @@ class Expressions(Task):
             f"another; {HEADS} heads, {ATOMS} atoms."
         )
 
-    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        """What tokens are, and the number of each token's group."""
-        return ("sign", "head", "atom"), torch.bucketize(
-            tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device, dtype=torch.int64), right=True
-        )
-
-    def decode(self, tokens: Sequence[int]) -> str:
+    def word(self, token: int) -> str:
         """Signs as they are, f0 … for heads, a0 … for atoms."""
-        return " ".join(_word(token) for token in map(int, tokens))
+        if token < _FIRST_HEAD:
+            return SIGNS[token]
+        return f"f{token - _FIRST_HEAD}" if token < _FIRST_ATOM else f"a{token - _FIRST_ATOM}"
 
 
 def prompt_length(depth: int) -> int:
     """Tokens of the longest prompt: two trees, one without its smallest node, and five signs with the gap."""
     tree = 4 * (depth - 1) + 5 + 4 * ((depth - 1) // _BESIDE)
     return 2 * tree - 5 + 5
-
-
-def _word(token: int) -> str:
-    if token < _FIRST_HEAD:
-        return SIGNS[token]
-    return f"f{token - _FIRST_HEAD}" if token < _FIRST_ATOM else f"a{token - _FIRST_ATOM}"

@@ -8,19 +8,16 @@ have one length, since a model reads them together; within it each row draws its
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.tasks.retrieval import KINDS, Words, check, example
-from zonal.tasks.task import Batch, Guess, Task, check_batch, stream
+from zonal.tasks.task import TEST, Batch, Drawn, Guess, stream
 
-# words for the streams that derive from a task's seed
-_TRAIN, _TEST, _TRANSFER, _LENGTHS = range(4)
+# words for the streams that derive from a task's seed, beside those of training and testing
+_TRANSFER, _LENGTHS = 2, 3
 _TOKENS_AT_ONCE = 16_384
 """Most tokens of a batch of sequences that are longer than those of training."""
 
@@ -54,7 +51,8 @@ def grid(kinds: Iterable[str], pairs: Iterable[int], lengths: Iterable[int]) -> 
     )
 
 
-class Retrieval(Task):
+@dataclass(eq=False)
+class Retrieval(Drawn[Shape]):
     """Retrieval of facts from noise, of one kind or of several (``zonal.tasks.retrieval``).
 
     stages: the curriculum, from step 0 on. test_shapes: what is evaluated while training, ``test_examples`` sequences
@@ -66,123 +64,73 @@ class Retrieval(Task):
     Raises: ArgumentError when a kind is unknown, a shape cannot be made, or the stages are not in order.
     """
 
-    metric = "accuracy"
+    stages: Sequence[Stage]
+    _: KW_ONLY
+    test_shapes: Sequence[Shape] | None = None
+    transfer_shapes: Sequence[Shape] = ()
+    vocab_size: int = 128
+    test_examples: int = 200
+    transfer_examples: int = 50
+    seed: int = 0
+    name: str = "retrieval"
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        *,
-        test_shapes: Sequence[Shape] | None = None,
-        transfer_shapes: Sequence[Shape] = (),
-        vocab_size: int = 128,
-        test_examples: int = 200,
-        transfer_examples: int = 50,
-        seed: int = 0,
-        name: str = "retrieval",
-    ) -> None:
-        self.stages = tuple(stages)
+    kind, metric = "retrieval", "accuracy"
+
+    def __post_init__(self) -> None:
+        self.stages = tuple(self.stages)
         starts = [stage.start for stage in self.stages]
-        if (
-            not starts
-            or starts[0] != 0
-            or sorted(set(starts)) != starts
-            or not all(stage.shapes for stage in self.stages)
-        ):
+        if starts[:1] != [0] or sorted(set(starts)) != starts or not all(stage.shapes for stage in self.stages):
             raise ArgumentError(
                 "Retrieval: stages with shapes are required, the first from step 0 and each later than the one "
                 f"before, got starts {starts}."
             )
-        if min(test_examples, transfer_examples) < 1 or seed < 0:
+        if min(self.test_examples, self.transfer_examples) < 1 or self.seed < 0:
             raise ArgumentError(
                 "Retrieval: at least 1 example of a shape and a seed of at least 0 are required, "
-                f"got test_examples={test_examples}, "
-                f"transfer_examples={transfer_examples}, seed={seed}."
+                f"got test_examples={self.test_examples}, transfer_examples={self.transfer_examples}, "
+                f"seed={self.seed}."
             )
-        self.name, self.vocab_size, self.seed = name, vocab_size, seed
-        self.test_examples, self.transfer_examples = test_examples, transfer_examples
-        self.test_shapes = self.stages[-1].shapes if test_shapes is None else tuple(test_shapes)
-        self.transfer_shapes = tuple(transfer_shapes)
-        self.words = Words(vocab_size)
-        trained = [shape for stage in self.stages for shape in stage.shapes]
-        for shape in dict.fromkeys((*trained, *self.test_shapes, *self.transfer_shapes)):
+        self.test_shapes = self.stages[-1].shapes if self.test_shapes is None else tuple(self.test_shapes)
+        self.transfer_shapes = tuple(self.transfer_shapes)
+        self.words = words = Words(self.vocab_size)
+        self.groups = ("marker", "noise", "key", "value"), (words.noise.start, words.keys.start, words.values.start)
+        used = [*(shape for stage in self.stages for shape in stage.shapes), *self.test_shapes]
+        for shape in dict.fromkeys((*used, *self.transfer_shapes)):
             if shape.kind not in KINDS:
                 raise unknown_name("Retrieval", "kind", shape.kind, KINDS)
-            check(shape.kind, shape.pairs, shape.length, self.words)
-        self.length = max(shape.length for shape in (*trained, *self.test_shapes))
+            check(shape.kind, shape.pairs, shape.length, words)
+        self.length = max(shape.length for shape in used)
 
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        check_batch("Retrieval.train_batch", batch_size, step, seed)
+    def row(self, cell: Shape, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        return example(cell.kind, cell.pairs, cell.length, self.words, key)
+
+    def slices(self, cell: Shape) -> dict[str, int | str]:
+        return {"task": cell.kind, "pairs": cell.pairs, "length": cell.length}
+
+    def training_cells(self, step: int, seed: int, numbers: range) -> list[Shape]:
         shapes = next(stage.shapes for stage in reversed(self.stages) if stage.start <= step)
         # a length is drawn as often as it stands among the shapes
         length = shapes[stream(self.seed, seed, step, _LENGTHS).integers(len(shapes))].length
         fitting = [shape for shape in shapes if shape.length == length]
-        numbers = range(step * batch_size, (step + 1) * batch_size)
-        chosen = [fitting[stream(self.seed, seed, number, _LENGTHS, 0).integers(len(fitting))] for number in numbers]
-        return self._batch(chosen, [(self.seed, seed, number, _TRAIN) for number in numbers])
+        return [fitting[stream(self.seed, seed, number, _LENGTHS, 0).integers(len(fitting))] for number in numbers]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Retrieval.evaluation_batches", batch_size)
-        yield from self._fixed(self.test_shapes, self.test_examples, batch_size, _TEST)
+        yield from self._of(self.test_shapes or (), self.test_examples, batch_size, TEST)
 
     def transfer_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Retrieval.transfer_batches", batch_size)
-        yield from self._fixed(self.transfer_shapes, self.transfer_examples, batch_size, _TRANSFER)
+        yield from self._of(self.transfer_shapes, self.transfer_examples, batch_size, _TRANSFER)
 
-    def _fixed(self, shapes: Sequence[Shape], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
+    def _of(self, shapes: Sequence[Shape], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
         for shape in shapes:
-            rows = (
-                batch_size if shape.length <= self.length else max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length))
-            )
-            name = zlib.crc32(f"{shape.kind} {shape.pairs} {shape.length}".encode())
-            for begin in range(0, examples, rows):
-                numbers = range(begin, min(begin + rows, examples))
-                yield self._batch([shape] * len(numbers), [(self.seed, name, number, use) for number in numbers])
-
-    def _batch(self, shapes: Sequence[Shape], keys: Sequence[tuple[int, ...]]) -> Batch:
-        drawn = [
-            example(shape.kind, shape.pairs, shape.length, self.words, key)
-            for shape, key in zip(shapes, keys, strict=True)
-        ]
-        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
-        slices = {
-            "task": [shape.kind for shape in shapes],
-            "pairs": [shape.pairs for shape in shapes],
-            "length": [shape.length for shape in shapes],
-        }
-        return Batch(tokens, targets, slices)
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "task": "retrieval", "name": self.name, "vocab_size": self.vocab_size,
-            "stages": [asdict(stage) for stage in self.stages],
-            "test_shapes": [asdict(shape) for shape in self.test_shapes],
-            "transfer_shapes": [asdict(shape) for shape in self.transfer_shapes], "test_examples": self.test_examples,
-            "transfer_examples": self.transfer_examples, "seed": self.seed,
-        }  # fmt: skip
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-
-        def shapes(values: list[dict[str, Any]]) -> tuple[Shape, ...]:
-            return tuple(Shape(**value) for value in values)
-
-        return cls(
-            [Stage(stage["start"], shapes(stage["shapes"])) for stage in config["stages"]],
-            test_shapes=shapes(config["test_shapes"]),
-            transfer_shapes=shapes(config["transfer_shapes"]),
-            vocab_size=config["vocab_size"],
-            test_examples=config["test_examples"],
-            transfer_examples=config["transfer_examples"],
-            seed=config["seed"],
-            name=config["name"],
-        )
+            long = shape.length > self.length
+            rows = max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length)) if long and batch_size > 0 else batch_size
+            code = zlib.crc32(f"{shape.kind} {shape.pairs} {shape.length}".encode())
+            yield from self.fixed([(shape, code)], examples, rows, use)
 
     def guess(self) -> Guess:
         """Any of the answers that a context offers is named, on the test shapes."""
-        return Guess(sum(KINDS[shape.kind].guess(shape.pairs) for shape in self.test_shapes) / len(self.test_shapes))
+        shapes = self.test_shapes or ()
+        return Guess(sum(KINDS[shape.kind].guess(shape.pairs) for shape in shapes) / len(shapes))
 
     def describe(self) -> str:
         last = self.stages[-1].shapes
@@ -193,17 +141,9 @@ class Retrieval(Task):
             f"is right in {self.guess().value:.0%}{transfer}."
         )
 
-    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        starts = torch.tensor(
-            [self.words.noise.start, self.words.keys.start, self.words.values.start],
-            device=tokens.device,
-            dtype=torch.int64,
-        )
-        return ("marker", "noise", "key", "value"), torch.bucketize(tokens, starts, right=True)
-
-    def decode(self, tokens: Sequence[int]) -> str:
+    def word(self, token: int) -> str:
         """k3 for the key and v3 for the value with that number, · for noise, markers as they are."""
-        return " ".join(self.words.name(token) for token in map(int, tokens))
+        return self.words.name(token)
 
 
 def _named(shapes: Sequence[Shape]) -> str:

@@ -14,19 +14,18 @@ models learn instead of relations. A label stands after its candidate, as values
 is of the candidate, by the short convolution or a layer below, and no question meets itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.tasks import relations
 from zonal.tasks.relations import Cell, Question, Source
-from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, TEST, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
-_TRAIN, _TEST, _CONTROL, _CELLS = range(4)
+_CONTROL, _CELLS = 2, 3
 ASK = 0
 LABELS = 8
 """Labels to draw from, per label used in a context. A model can first learn which labels the context holds, and then
@@ -34,7 +33,8 @@ which label belongs to which candidate, as with the values of associative recall
 _TRIES = 200
 
 
-class Lookup(Task):
+@dataclass(eq=False)
+class Lookup(Drawn[Cell]):
     """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another
     candidate.
 
@@ -47,36 +47,35 @@ class Lookup(Task):
     Raises: ArgumentError when a number is out of range or no context of so many candidates can be drawn.
     """
 
-    metric = "accuracy"
+    source: Source
+    _: KW_ONLY
+    pairs: int = 8
+    questions: int = 8
+    test_examples: int = 100
+    seed: int = 0
+    name: str = "lookup"
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        pairs: int = 8,
-        questions: int = 8,
-        test_examples: int = 100,
-        seed: int = 0,
-        name: str = "lookup",
-    ) -> None:
-        if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
+    kind, metric = "lookup", "accuracy"
+
+    def __post_init__(self) -> None:
+        if self.pairs < 2 or not 1 <= self.questions <= self.pairs or self.test_examples < 1 or self.seed < 0:
             raise ArgumentError(
                 "Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at "
-                f"least 0 are required, got pairs={pairs}, "
-                f"questions={questions}, test_examples={test_examples}, seed={seed}."
+                f"least 0 are required, got pairs={self.pairs}, questions={self.questions}, "
+                f"test_examples={self.test_examples}, seed={self.seed}."
             )
-        self.source, self.pairs, self.questions = source, pairs, questions
-        self.test_examples, self.seed, self.name = test_examples, seed, name
+        source = self.source
         self._labels = ASK + 1
-        self._relations = self._labels + LABELS * pairs
+        self._relations = self._labels + LABELS * self.pairs
         self._entities = self._relations + len(source.relations)
         self.vocab_size = self._entities + source.entities
+        self.groups = ("sign", "label", "relation", "entity"), (self._labels, self._relations, self._entities)
         self.training, self.tests, self.controls = (
             self._possible(cells) for cells in (source.training, source.tests, source.controls)
         )
         if not self.training or not self.tests:
             raise ArgumentError(
-                f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. "
+                f"Lookup: {source.describe()}: no context of {self.pairs} candidates can be drawn from it. "
                 "Give fewer pairs, or a larger subset."
             )
         self.length = max(self._size(cell) for cell in (*self.training, *self.tests))
@@ -110,77 +109,47 @@ class Lookup(Task):
             words += [self._entities + asked[place].answer, labels[place]]
         targets = [IGNORED] * len(words)
         for question, label in zip(asked[: self.questions], labels, strict=False):  # questions were drawn in any order
-            words += [
-                ASK,
-                self._entities + question.entity,
-                *(self._relations + relation for relation in question.relations),
-            ]
+            words += [ASK, self._entities + question.entity]
+            words += [self._relations + relation for relation in question.relations]
             targets += [IGNORED] * (1 + len(question.relations)) + [label]
         return np.array(words, dtype=np.int64), np.array(targets, dtype=np.int64)
 
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        check_batch("Lookup.train_batch", batch_size, step, seed)
+    def slices(self, cell: Cell) -> dict[str, int | str]:
+        return dict(zip(self.source.slices, (cell.group, cell.size), strict=True))
+
+    def training_cells(self, step: int, seed: int, numbers: range) -> list[Cell]:
         # a length is drawn as often as it stands among the cells
         hops = self.source.hops(self.training[stream(self.seed, seed, step, _CELLS).integers(len(self.training))])
         fitting = [cell for cell in self.training if self.source.hops(cell) == hops]
-        numbers = range(step * batch_size, (step + 1) * batch_size)
-        cells = [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
-        return self._batch(cells, [(self.seed, seed, number, _TRAIN) for number in numbers])
+        return [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Lookup.evaluation_batches", batch_size)
-        yield from self._fixed(self.tests, batch_size, _TEST)
+        return self._of(self.tests, batch_size, TEST)
 
-    def _fixed(self, cells: Sequence[Cell], batch_size: int, use: int) -> Iterator[Batch]:
-        for index, cell in enumerate(cells):
-            for begin in range(0, self.test_examples, batch_size):
-                numbers = range(begin, min(begin + batch_size, self.test_examples))
-                yield self._batch([cell] * len(numbers), [(self.seed, index, number, use) for number in numbers])
-
-    def _batch(self, cells: Sequence[Cell], keys: Sequence[tuple[int, ...]]) -> Batch:
-        drawn = [self.row(cell, key) for cell, key in zip(cells, keys, strict=True)]
-        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
-        group, size = self.source.slices
-        return Batch(tokens, targets, {group: [cell.group for cell in cells], size: [cell.size for cell in cells]})
+    def _of(self, cells: Sequence[Cell], batch_size: int, use: int) -> Iterator[Batch]:
+        return self.fixed([(cell, place) for place, cell in enumerate(cells)], self.test_examples, batch_size, use)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Lookup.examine", batch_size)
         device = next(model.parameters()).device
-        for cells, use in ((self.controls, _CONTROL), (self.tests, _TEST)):
-            for batch in self._fixed(cells, batch_size, use):
+        for cells, use in ((self.controls, _CONTROL), (self.tests, TEST)):
+            for batch in self._of(cells, batch_size, use):
                 asked = batch.targets != IGNORED
                 logits = model(batch.tokens.to(device)).float().cpu()
                 offered = batch.tokens[:, None, 1 : 2 * self.pairs : 2].expand(-1, logits.shape[1], -1)
+                right = logits.gather(-1, batch.targets.clamp_min(0)[..., None])
                 # a tie counts against the model
-                rank = (
-                    (logits.gather(-1, offered) >= logits.gather(-1, batch.targets.clamp_min(0)[..., None]))
-                    .sum(-1)
-                    .double()
-                )
-                values = {"accuracy": (rank == 1).double(), "average precision": 1 / rank}
-                yield Examined(
-                    {
-                        name: (value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1)).tolist()
-                        for name, value in values.items()
-                    },
-                    batch.slices,
-                )
+                rank = (logits.gather(-1, offered) >= right).sum(-1).double()
+                found = {"accuracy": (rank == 1).double(), "average precision": 1 / rank}
+                means = {name: value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1) for name, value in found.items()}
+                yield Examined({name: value.tolist() for name, value in means.items()}, batch.slices)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "task": "lookup", "name": self.name, "source": self.source.config(), "pairs": self.pairs,
-            "questions": self.questions, "test_examples": self.test_examples, "seed": self.seed,
-        }  # fmt: skip
+        return {**super().config(), "source": self.source.config()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-        return cls(
-            relations.source(config["source"]), pairs=config["pairs"], questions=config["questions"],
-            test_examples=config["test_examples"], seed=config["seed"], name=config["name"],
-        )  # fmt: skip
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        return super().from_config({**config, "source": relations.source(config["source"])})
 
     def guess(self) -> Guess:
         """Any label in the context is named; on questions that were trained."""
@@ -195,22 +164,12 @@ class Lookup(Task):
             f"a guess among labels in the context is right in {self.guess().value:.0%}."
         )
 
-    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        """What tokens are, and the number of each token's group."""
-        starts = torch.tensor([self._labels, self._relations, self._entities], device=tokens.device, dtype=torch.int64)
-        return ("sign", "label", "relation", "entity"), torch.bucketize(tokens, starts, right=True)
-
-    def decode(self, tokens: Sequence[int]) -> str:
+    def word(self, token: int) -> str:
         """?, #3 for the third label, relations and entities by their names."""
-        return " ".join(self._word(token) for token in map(int, tokens))
-
-    def _word(self, token: int) -> str:
         if token == ASK:
             return "?"
         if token < self._relations:
             return f"#{token - self._labels + 1}"
-        return (
-            self.source.relations[token - self._relations]
-            if token < self._entities
-            else self.source.word(token - self._entities)
-        )
+        if token < self._entities:
+            return self.source.relations[token - self._relations]
+        return self.source.word(token - self._entities)

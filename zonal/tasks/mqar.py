@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ class MQAR(Task):
     mixed. (Zoology reads its batches in the same order every epoch.) Slices: "pairs" and "length".
     """
 
-    metric = "accuracy"
+    kind, metric = "mqar", "accuracy"
 
     def __init__(
         self,
@@ -273,6 +273,7 @@ class MQAR(Task):
         self.power_a, self.passes, self.random_non_queries = power_a, passes, random_non_queries
         self.train_segments, self.test_segments = tuple(train_segments), tuple(test_segments)
         self.length = max(segment.length for segment in (*self.train_segments, *self.test_segments))
+        self.groups = ("filler", "key", "value"), (1, vocab_size // 2)
         self._seeds = segment_seeds(seed, len(self.train_segments), len(self.test_segments))
         self._generated: dict[tuple[bool, int], Examples] = {}
 
@@ -344,22 +345,6 @@ class MQAR(Task):
             "passes": self.passes, "random_non_queries": self.random_non_queries, "seed": self.seed,
         }  # fmt: skip
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-        return cls(
-            config["vocab_size"],
-            train_segments=[Segment(**segment) for segment in config["train_segments"]],
-            test_segments=[Segment(**segment) for segment in config["test_segments"]],
-            power_a=config["power_a"],
-            passes=config["passes"],
-            random_non_queries=config["random_non_queries"],
-            seed=config["seed"],
-            name=config["name"],
-        )
-
     def describe(self) -> str:
         shapes = ", ".join(f"{segment.pairs} pairs in {segment.length} tokens" for segment in self.train_segments)
         train, test = (
@@ -370,9 +355,6 @@ class MQAR(Task):
             f"Multi-query associative recall: {shapes}; vocabulary {self.vocab_size}, {fillers}; "
             f"{train:,} training and {test:,} test sequences."
         )
-
-    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        return ("filler", "key", "value"), (tokens > 0).long() + (tokens >= self.vocab_size // 2).long()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """k7 for the key 7, v300 for the value 300, · for 0."""

@@ -14,20 +14,21 @@ its attention; the windows lie on a torus of K dimensions, of which K grows thin
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
-_TRAIN, _TEST, _COUNTS = range(3)
+_COUNTS = 2
 SLOWEST, FASTEST = 0.02, 0.25
 """Frequencies, in waves a token: periods from 4 to 50 tokens."""
 
 
-class Periodic(Task):
+@dataclass(eq=False)
+class Periodic(Drawn[int]):
     """Signals of each number of ``frequencies``, in ``vocab_size`` levels and ``length`` tokens, of which the first
     half is not asked.
 
@@ -36,36 +37,26 @@ class Periodic(Task):
     range.
     """
 
-    metric = "accuracy"
+    frequencies: Sequence[int] = (1, 2, 4, 8)
+    _: KW_ONLY
+    vocab_size: int = 32
+    length: int = 128
+    test_examples: int = 64
+    seed: int = 0
+    name: str = "periodic"
 
-    def __init__(
-        self,
-        frequencies: Sequence[int] = (1, 2, 4, 8),
-        *,
-        vocab_size: int = 32,
-        length: int = 128,
-        test_examples: int = 64,
-        seed: int = 0,
-        name: str = "periodic",
-    ) -> None:
-        self.frequencies = tuple(frequencies)
-        if (
-            not self.frequencies
-            or min(self.frequencies) < 1
-            or vocab_size < 2
-            or length < 2
-            or test_examples < 1
-            or seed < 0
-        ):
+    kind, metric = "periodic", "accuracy"
+
+    def __post_init__(self) -> None:
+        self.frequencies = tuple(self.frequencies)
+        least = {"vocab_size": 2, "length": 2, "test_examples": 1, "seed": 0}
+        low = any(getattr(self, name) < limit for name, limit in least.items())
+        if low or not self.frequencies or min(self.frequencies) < 1:
             raise ArgumentError(
                 "Periodic: numbers of frequencies of at least 1, at least 2 levels, 2 tokens and 1 test example, "
-                "and a seed of at least 0 are required, got "
-                f"frequencies={self.frequencies}, vocab_size={vocab_size}, length={length}, "
-                f"test_examples={test_examples}, seed={seed}."
+                f"and a seed of at least 0 are required, got {self}."
             )
-        self.vocab_size, self.length, self.test_examples = vocab_size, length, test_examples
-        self.seed, self.name = seed, name
-        self.warm_up = length // 2
+        self.warm_up = self.length // 2
 
     def waves(self, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """(frequencies, phases), float64 (count,), of the sequence named by ``key``."""
@@ -79,29 +70,21 @@ class Periodic(Task):
         reach = 1.0 if count == 1 else 3 / np.sqrt(2)
         return np.clip((signal / reach + 1) / 2 * self.vocab_size, 0, self.vocab_size - 1).astype(np.int64)
 
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        check_batch("Periodic.train_batch", batch_size, step, seed)
-        numbers = range(step * batch_size, (step + 1) * batch_size)
-        counts = [
-            self.frequencies[stream(self.seed, seed, number, _COUNTS).integers(len(self.frequencies))]
-            for number in numbers
-        ]
-        return self._batch(counts, [(self.seed, seed, number, _TRAIN) for number in numbers])
+    def row(self, cell: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        signal = self.levels(*self.waves(cell, key))
+        targets = signal[1:].copy()
+        targets[: self.warm_up] = IGNORED
+        return signal[:-1], targets
+
+    def slices(self, cell: int) -> dict[str, int]:
+        return {"frequencies": cell}
+
+    def training_cells(self, step: int, seed: int, numbers: range) -> list[int]:
+        chosen = [stream(self.seed, seed, number, _COUNTS).integers(len(self.frequencies)) for number in numbers]
+        return [self.frequencies[int(place)] for place in chosen]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Periodic.evaluation_batches", batch_size)
-        for count in self.frequencies:
-            for begin in range(0, self.test_examples, batch_size):
-                numbers = range(begin, min(begin + batch_size, self.test_examples))
-                yield self._batch([count] * len(numbers), [(self.seed, count, number, _TEST) for number in numbers])
-
-    def _batch(self, counts: Sequence[int], keys: Sequence[tuple[int, ...]]) -> Batch:
-        signals = torch.from_numpy(
-            np.stack([self.levels(*self.waves(count, key)) for count, key in zip(counts, keys, strict=True)])
-        )
-        targets = signals[:, 1:].clone()
-        targets[:, : self.warm_up] = IGNORED
-        return Batch(signals[:, :-1].contiguous(), targets, {"frequencies": list(counts)})
+        return self.fixed([(count, count) for count in self.frequencies], self.test_examples, batch_size)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Periodic.examine", batch_size)
@@ -113,26 +96,9 @@ class Periodic(Task):
 
     def guess(self) -> Guess:
         """The same level is named everywhere, the one that is right most often."""
-        shares = torch.zeros(self.vocab_size, dtype=torch.float64)
-        for batch in self.evaluation_batches(self.test_examples):
-            shares += torch.bincount(batch.targets[:, self.warm_up :].flatten(), minlength=self.vocab_size)
-        return Guess(float(shares.max() / shares.sum()))
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "task": "periodic", "name": self.name, "frequencies": list(self.frequencies), "vocab_size": self.vocab_size,
-            "length": self.length, "test_examples": self.test_examples, "seed": self.seed,
-        }  # fmt: skip
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-        return cls(
-            config["frequencies"], vocab_size=config["vocab_size"], length=config["length"],
-            test_examples=config["test_examples"], seed=config["seed"], name=config["name"],
-        )  # fmt: skip
+        asked = [batch.targets[:, self.warm_up :] for batch in self.evaluation_batches(self.test_examples)]
+        counts = torch.cat(asked).flatten().bincount().double()
+        return Guess(float(counts.max() / counts.sum()))
 
     def describe(self) -> str:
         counts = ", ".join(map(str, self.frequencies))
@@ -141,6 +107,6 @@ class Periodic(Task):
             f"period, after {self.warm_up} to {self.length} values."
         )
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The levels as numbers."""
-        return " ".join(map(str, map(int, tokens)))
+    def word(self, token: int) -> str:
+        """The number of the level."""
+        return str(token)

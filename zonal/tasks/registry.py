@@ -274,14 +274,7 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    kinds = {
-        "expressions": Expressions,
-        "lookup": Lookup,
-        "mqar": MQAR,
-        "periodic": Periodic,
-        "retrieval": Retrieval,
-        "text": Text,
-    }
+    kinds = {kind.kind: kind for kind in (Expressions, Lookup, MQAR, Periodic, Retrieval, Text)}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
         raise FileFormatError(
@@ -289,7 +282,7 @@ def from_config(config: dict[str, Any]) -> Task:
         )
     try:
         return kinds[kind].from_config(config)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ArgumentError) as error:
         raise FileFormatError(
             f"tasks.from_config: the configuration of the {kind} task is incomplete or damaged ({error})."
         ) from error

@@ -2,17 +2,22 @@
 metric.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
+from zonal.typed import made
 
 IGNORED = -100
+# the last numbers of the keys of sequences that are trained on, and that are tested
+TRAIN, TEST = range(2)
+C = TypeVar("C")
 
 
 def check_batch(call: str, batch_size: int, step: int = 0, seed: int = 0) -> None:
@@ -89,6 +94,8 @@ class Task(ABC):
     length: int
     metric: Literal["accuracy", "loss"]
     bytes_per_token: float | None = None
+    groups: tuple[tuple[str, ...], tuple[int, ...]] = (("token",), ())
+    """Names of groups of tokens, for pictures, and the first token of each group but the first."""
 
     @abstractmethod
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
@@ -122,9 +129,10 @@ class Task(ABC):
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, to colour them in a picture: names of groups, and the number of each token's group, shaped
-        like tokens. By default one group.
+        like tokens. By default as ``groups`` says.
         """
-        return ("token",), torch.zeros_like(tokens)
+        names, starts = self.groups
+        return names, torch.bucketize(tokens, torch.tensor(starts, device=tokens.device, dtype=torch.int64), right=True)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         """What a finished run is measured on by other means than the next token: what it writes, how it ranks. By
@@ -138,6 +146,18 @@ class Task(ABC):
     def config(self) -> dict[str, Any]:
         """JSON values from which ``tasks.from_config`` rebuilds this task."""
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The task whose ``config()`` this is: its arguments, beside the key "task".
+
+        Raises: KeyError, TypeError or ArgumentError for anything else; ``tasks.from_config`` says so in words.
+        """
+        hints = get_type_hints(cls.__init__)
+        task = cls(**{name: made(hints[name], value, name) for name, value in config.items() if name != "task"})
+        if missing := set(task.config()) - set(config):
+            raise KeyError(", ".join(sorted(missing)))
+        return task
+
     @abstractmethod
     def describe(self) -> str:
         """One line for a report."""
@@ -145,3 +165,65 @@ class Task(ABC):
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Tokens as people read them; None when they mean nothing to people."""
+
+
+class Drawn(Task, Generic[C]):
+    """A task whose sequences are drawn: each is a function of its cell, which says what it is like, and of its key.
+
+    A subclass is a dataclass. Its fields are its settings, in JSON as ``config`` has them, with ``seed`` and ``name``.
+    """
+
+    kind: ClassVar[str]
+    seed: int
+
+    @abstractmethod
+    def row(self, cell: C, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64 (T,), of the sequence of a cell that is named by ``key``."""
+
+    @abstractmethod
+    def slices(self, cell: C) -> Mapping[str, int | str]:
+        """The labels of the examples of a cell, by slice."""
+
+    @abstractmethod
+    def training_cells(self, step: int, seed: int, numbers: range) -> list[C]:
+        """The cells of a training batch, whose sequences are those with these numbers. All have one length."""
+
+    @abstractmethod
+    def word(self, token: int) -> str:
+        """A token as people read it."""
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        check_batch(f"{type(self).__name__}.train_batch", batch_size, step, seed)
+        numbers = range(step * batch_size, (step + 1) * batch_size)
+        cells = self.training_cells(step, seed, numbers)
+        return self._batch(cells, [(self.seed, seed, number, TRAIN) for number in numbers])
+
+    def fixed(self, cells: Sequence[tuple[C, int]], examples: int, batch_size: int, use: int = TEST) -> Iterator[Batch]:
+        """Batches of ``examples`` sequences of each cell, which are the same for every run. cells: with the numbers
+        that stand for them in keys.
+        """
+        check_batch(f"{type(self).__name__}.evaluation_batches", batch_size)
+        for cell, code in cells:
+            for begin in range(0, examples, batch_size):
+                numbers = range(begin, min(begin + batch_size, examples))
+                yield self._batch([cell] * len(numbers), [(self.seed, code, number, use) for number in numbers])
+
+    def _batch(self, cells: Sequence[C], keys: Sequence[tuple[int, ...]]) -> Batch:
+        drawn = [self.row(cell, key) for cell, key in zip(cells, keys, strict=True)]
+        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
+        slices = [self.slices(cell) for cell in cells]
+        return Batch(tokens, targets, {name: [each[name] for each in slices] for name in slices[0]})
+
+    def config(self) -> dict[str, Any]:
+        names = ["name", *(field.name for field in dataclasses.fields(self) if field.name != "name")]  # type: ignore
+        return {"task": self.kind, **{name: _plain(getattr(self, name)) for name in names}}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(self.word(int(token)) for token in tokens)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Text(Task):
     of range.
     """
 
-    metric = "loss"
+    kind, metric = "text", "loss"
 
     def __init__(
         self,
@@ -186,23 +186,6 @@ class Text(Task):
             "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
             "train_fraction": self.train_fraction, "content": self.corpus.sha256,
         }  # fmt: skip
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
-        words.
-        """
-        return cls(
-            config["source"],
-            config["tokenizer"],
-            config["length"],
-            validation_fraction=config["validation_fraction"],
-            evaluation_bytes=config["evaluation_bytes"],
-            max_bytes=config["max_bytes"],
-            train_fraction=config["train_fraction"],
-            content=config["content"],
-            name=config["name"],
-        )
 
     def describe(self) -> str:
         kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}[self.tokenizer.name]
