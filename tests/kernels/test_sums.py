@@ -187,7 +187,10 @@ def test_the_same_bits_again(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        operator, tensors = m.squared_affine(learn_bias=True).replace(prior=prior.Decay((0.99,))), sample()
+        operator, tensors = (
+            m.squared_affine(learn_bias=True).replace(prior=prior.Decay((0.99,))),
+            sample(heads=4, dim=8),
+        )
         first = run(operator, tensors)
         assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, run(operator, tensors), strict=True))
     finally:
