@@ -53,7 +53,7 @@ def by_torch(call: Call, tokens: Tokens, before: Statistics | None, block: int |
     begun = cast(Statistics, empty_memory(call)) if before is None else before
     dtype = torch.float64 if begun.fades or _loses_digits(call, tokens, begun) else tokens.k.dtype
     if not call.causal:
-        return _free(call, cast(Statistics, begun.extended(tokens)), dtype)
+        return _free(call, tokens, begun, dtype)
     # keys before the first query (before its chunk) are summed up at once
     base = keys - queries if call.chunk is None else (keys - queries) // call.chunk * call.chunk
     begun = cast(Statistics, begun.extended(tokens.span(0, base)))
@@ -101,15 +101,23 @@ def _ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> 
     return anchor.moved(rho, peak, trace, gram.shape[-1])
 
 
-def _free(call: Call, after: Statistics, dtype: torch.dtype) -> Tensor:
+def _free(call: Call, tokens: Tokens, begun: Statistics, dtype: torch.dtype) -> Tensor:
     """All keys are visible to all queries: one solve, with the sums after the last key."""
-    gram, cross, shift, _ = after.whitened(call.bound)
-    regular, contracted = with_ridge(gram, after.ridge(call.bound)), None
-    if shift is not None and cast(Ridge, call.bound.anchor).spectral:
-        contracted = contraction(regular, shift, "attention").to(dtype)
-    inverse, cross = positive_inverse(regular, "attention").to(dtype), cross.to(dtype)
-    q = _featured(call, call.q.to(dtype))
-    return read_out(q, call.bound, inverse, None if shift is None else shift.to(dtype), cross, contracted)
+    anchor, silent = cast(Ridge, call.bound.anchor), tokens.silent()
+    z, v = _featured(call, silent.k).to(dtype), silent.v.to(dtype)
+    gram, cross, shift, last = (None if x is None else x.to(dtype) for x in begun.whitened(call.bound))
+    assert gram is not None
+    assert cross is not None
+    gram, cross, peak, contracted = gram + z.mT @ z, cross + v.mT @ z, begun.peak, None
+    if peak is not None and tokens.length:
+        peak = torch.maximum(peak.to(dtype), z.square().sum(-1).amax(-1))
+    rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).to(z).view(1, -1, 1, 1)
+    regular = with_ridge(gram, _ridge_of(anchor, rho, gram, None if peak is None else peak[..., None, None]))
+    if shift is not None and last is not None:
+        shift = shift + z.mT @ previous_keys(z, tokens.mask, last)
+        contracted = contraction(regular, shift, "attention") if anchor.spectral else None
+    q, inverse = _featured(call, call.q.to(dtype)), positive_inverse(regular, "attention")
+    return read_out(q, call.bound, inverse, shift, cross, contracted)
 
 
 def _tied(call: Call, tokens: Tokens, begun: Statistics, dtype: torch.dtype, block: int | None) -> Tensor:
