@@ -92,13 +92,13 @@ def test_other_declarations_are_refused(declared: str, tmp_path: Path, monkeypat
 
 
 def test_arguments_refuse_members_and_tensors_of_another_kind() -> None:
-    call = abi.Arguments(abi.Struct("sums.cpp", "Dots"), {"B": 2})
+    call = abi.Arguments(abi.Struct("sums.cpp", "Dots", {"a": "B P", "out": "B tasks"}), {"B": 2, "P": 3}, tasks=4)
     with pytest.raises(KeyError):
         call.set({"batch": 1})
-    with pytest.raises(TypeError, match=r"must be torch\.float32"):
-        call.point("a", torch.zeros(3, dtype=torch.float64), (3,))
+    with pytest.raises(TypeError, match=r"must be torch\.float64"):
+        call.fill("out", torch.zeros(2, 4))
     with pytest.raises(TypeError, match="of shape"):
-        call.point("a", torch.zeros(3), (4,))
+        call.point("a", torch.zeros(2, 4))
 
 
 def test_rules_travel_as_plain_values() -> None:

@@ -5,7 +5,8 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ _POINTERS = {
 }
 
 
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 class Member(NamedTuple):
     """A number or a pointer of a struct. code: its type, for ``struct``. dtypes: of a pointer, () for void."""
 
@@ -31,23 +35,40 @@ class Member(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
 
 
+class Pointer(NamedTuple):
+    """What a member points to.
+
+    dtypes: element types that fit, the first by default; none for void. sizes: the names of its sizes. strides: the
+    members for the strides of all axes but the last; where there are none, it must be contiguous.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[str, ...]
+    strides: tuple[str, ...]
+
+
 class Struct:
     """A struct of a kernel, flattened: "qs.batch" is a member of the nested struct qs, "heads.0" of an array.
+
+    shapes: of the tensors that it points to, such as "B H T D"; each size is a member, or named by ``Arguments``.
+    strides: of a tensor, the members for them; by default those of the nested struct with its name and an s.
 
     Raises: ValueError for a declaration that is not understood.
     """
 
-    def __init__(self, file: str, name: str) -> None:
+    def __init__(
+        self, file: str, name: str, shapes: Mapping[str, str] = NONE, strides: Mapping[str, Sequence[str]] = NONE
+    ) -> None:
         text = (FOLDER / file).read_text(encoding="utf-8")
         self.members = {member.name: member for member in _members(text, name)}
         # "0q" pads the end as a C++ compiler does
         packer = struct.Struct("@" + "".join(member.code for member in self.members.values()) + "0q")
         self.size, self.pack = packer.size, packer.pack
         self.zeros: dict[str, float] = dict.fromkeys(self.members, 0)
-        # by the name of a nested struct, in the order of its members
-        self.nested: dict[str, list[str]] = {}
-        for member in self.members:
-            self.nested.setdefault(member.rpartition(".")[0], []).append(member)
+        self.pointers: dict[str, Pointer] = {}
+        for name, shape in shapes.items():
+            found = strides.get(name) or [member for member in self.members if member.startswith(f"{name}s.")]
+            self.pointers[name] = Pointer(self.members[name].dtypes, tuple(shape.split()), tuple(found))
 
 
 def _members(text: str, name: str) -> list[Member]:
@@ -85,44 +106,54 @@ def _constant(text: str, name: str) -> int:
 
 
 class Arguments:
-    """The numbers of a struct by name, zero unless given, and the tensors that it points to, which live as long."""
+    """The numbers of a struct by name, zero unless given, and the tensors that it points to, which live as long.
 
-    def __init__(self, kind: Struct, numbers: Mapping[str, float]) -> None:
-        self.kind, self.kept = kind, list[object]()
+    sizes: those of tensors that are no members, or not under that name.
+    """
+
+    def __init__(self, kind: Struct, numbers: Mapping[str, float], **sizes: int) -> None:
+        self.kind, self.kept, self.sizes = kind, list[object](), dict[str, int]()
         self.numbers = kind.zeros.copy()
-        self.set(numbers)
+        self.set(numbers, **sizes)
 
-    def set(self, numbers: Mapping[str, float]) -> None:
-        """Give members their numbers. Raises: KeyError for a member that the struct does not have."""
+    def set(self, numbers: Mapping[str, float], **sizes: int) -> None:
+        """Give members and sizes their numbers. Raises: KeyError for a member that the struct does not have."""
         self.numbers.update(numbers)
         if len(self.numbers) != len(self.kind.zeros):
             raise KeyError(*(name for name in numbers if name not in self.kind.zeros))
+        self.sizes.update(sizes)
 
-    def point(
-        self,
-        name: str,
-        x: Tensor | None,
-        shape: Sequence[int],
-        *,
-        strides: str = "",
-        last: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Let a member point to a tensor, checked by ``address``.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        sizes, numbers = self.sizes, self.numbers
+        # a list first: it takes half the time of a generator
+        return tuple([sizes[each] if each in sizes else int(numbers[each]) for each in self.kind.pointers[name].sizes])
 
-        last: only the last axis must be contiguous. ``strides`` names the member for the strides of the other three.
+    def point(self, name: str, x: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Let a member point to a tensor that the kernel reads, converted and made contiguous as it requires.
+
         dtype: the element type behind a ``void`` pointer.
         """
-        if x is None:
-            self.numbers[name] = 0
-            return
-        if dtype is None:
-            dtypes = self.kind.members[name].dtypes
-            dtype = x.dtype if x.dtype in dtypes else dtypes[0]
-        self.numbers[name] = address(x, dtype, shape, strided=last or bool(strides))
-        self.kept.append(x)
-        if strides:
-            self.numbers.update(zip(self.kind.nested[strides], x.stride(), strict=False))
+        if x is not None:
+            dtypes, _, strides = self.kind.pointers[name]
+            dtype = dtype or (x.dtype if x.dtype in dtypes else dtypes[0])
+            self.fill(name, dense_last(x, dtype) if strides else plain(x, dtype), dtype)
+
+    def fill(self, name: str, x: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Let a member point to a tensor that the kernel writes. Raises: TypeError as ``address``."""
+        if x is not None:
+            dtypes, _, strides = self.kind.pointers[name]
+            self.numbers[name] = address(x, dtype or dtypes[0], self.shape(name), strided=bool(strides))
+            self.kept.append(x)
+            if strides:
+                self.numbers.update(zip(strides, x.stride()[:-1], strict=False))
+
+    def new(self, name: str, *, zero: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        """A new tensor, to which the member points. zero: the kernel adds to it."""
+        dtype = dtype or self.kind.pointers[name].dtypes[0]
+        x = (zeros if zero else empty)(*self.shape(name), dtype=dtype)
+        self.fill(name, x, dtype)
+        return x
 
     def point_at_bytes(self, name: str, data: bytes) -> None:
         """Let a member point to bytes, such as an array of packed structs."""

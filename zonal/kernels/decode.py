@@ -15,7 +15,8 @@ from zonal.kernels.sums import tables
 
 FAMILY = Family("decode", FORMULAS["identity"], cuda=False)
 DTYPES = (torch.float32, torch.bfloat16)
-_DECODER, _STEP = abi.Struct("decode.cpp", "Decoder"), abi.Struct("decode.cpp", "Step")
+_SHAPES = {"scale": "H", "weights": "rows F", "roots": "roots", "tails": "powers D"}
+_DECODER, _STEP = abi.Struct("decode.cpp", "Decoder", _SHAPES), abi.Struct("decode.cpp", "Step")
 _OFF = 2
 
 
@@ -68,11 +69,9 @@ class Decoder:
             "degree": spec.degree, "lowest": spec.lowest, "heads_weigh": weights.shape[0] > 1,
             "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
             "include_self": spec.include_self,
-        })  # fmt: skip
-        call.point("scale", scale.float().contiguous(), (heads,))
-        call.point("weights", weights.float().contiguous(), weights.shape)
-        call.point("roots", roots, () if roots is None else roots.shape)
-        call.point("tails", tails, (spec.degree - 1, dim))
+        }, rows=weights.shape[0], roots=0 if roots is None else roots.shape[0], powers=spec.degree - 1)  # fmt: skip
+        for name, x in (("scale", scale), ("weights", weights), ("roots", roots), ("tails", tails)):
+            call.point(name, x)
         self._kept, self._rules = call, call.packed()
         self._square = dim == value_dim
         self._state = batch, kv_heads, weights.shape[1], value_dim + (spec.anchor == "row")

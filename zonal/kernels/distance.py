@@ -9,10 +9,10 @@ from torch import Tensor
 
 from zonal.formula import FORMULAS, Term
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty, zeros
+from zonal.kernels.abi import Arguments
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
-from zonal.kernels.tile import TileInputs, TileSpec, parts_of, point_at, rows_and_keys
+from zonal.kernels.tile import SHAPES, TileInputs, TileSpec, parts_of, point_at, rows_and_keys
 
 CODE = FORMULAS["exp"]
 """Its weights are exponentials, whatever the distances."""
@@ -20,7 +20,10 @@ FAMILY = Family("distance", CODE, wide=True)
 TERMS = WAVES = 8
 """The most distances of a sum, and the most waves, that the kernel takes."""
 _KINDS = {"euclidean": 0, "squared": 1, "sphere": 2, "hyperbolic": 3, "product": 4}
-_TERM, _DISTANCE = abi.Struct("distance.hpp", "Term"), abi.Struct("distance.hpp", "Distance")
+_TERM = abi.Struct("distance.hpp", "Term")
+_SHAPES = {"weights": "B H T terms", "dweights": "B H T terms", **{f"call.{name}": x for name, x in SHAPES.items()}}
+_WEIGHS = {"weights": ("weighs.batch", "weighs.head", "weighs.token")}
+_DISTANCE = abi.Struct("distance.hpp", "Distance", _SHAPES, _WEIGHS)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,12 @@ class DistanceInputs(NamedTuple):
 def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, ctypes.CDLL, int]:
     """What the kernel is told, the library, and the width of a point as it lies in it."""
     shared, library = inputs.tiles, FAMILY.load()
-    call = Arguments(_DISTANCE, {f"call.{name}": number for name, number in rows_and_keys(shared, spec.rules).items()})
+    sizes = rows_and_keys(shared, spec.rules)
+    numbers = {f"call.{name}": number for name, number in sizes.items()}
+    numbers |= {"count": len(spec.terms), "dim": inputs.q.shape[3], "waves": spec.waves}
+    call = Arguments(_DISTANCE, numbers, **sizes, edges=shared.documents + 1, terms=len(spec.terms))
     point_at(call, shared, prefix="call.")
-    weights = dense_last(inputs.weights, torch.float32)
-    call.set({"count": len(spec.terms), "dim": inputs.q.shape[3], "waves": spec.waves})
-    call.point("weights", weights, (*inputs.q.shape[:3], len(spec.terms)), strides="weighs")
+    call.point("weights", inputs.weights)
     terms = b"".join(_TERM.pack(_KINDS[term.kind], *term[1:]) for term in spec.terms)
     call.point_at_bytes("terms", terms)
     width = int(library.zonal_distance_width(call.packed()))
@@ -74,11 +78,8 @@ def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, c
 
 def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
     """(y (B, H, T, P), factor (B, H, T)) in float32. With the row anchor factor is log sum_s K, as in tile kernels."""
-    rows, value_dim = inputs.q.shape[:3], inputs.v.shape[3]
-    y, factor = empty(*rows, value_dim), empty(*rows)
     call, library, _ = _arguments(inputs, spec)
-    call.point("call.y", y, (*rows, value_dim), dtype=torch.float32)
-    call.point("call.factor", factor, rows)
+    y, factor = call.new("call.y", dtype=torch.float32), call.new("call.factor")
     call.run(library.zonal_distance_forward)
     return y, factor
 
@@ -87,26 +88,23 @@ def backward(
     grads: Gradients, inputs: DistanceInputs, results: Results, spec: DistanceSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of q, k, v and weights, float32, and of the coefficients in float64."""
-    (dy,), (q, k, v, weights, *_), (y, factor) = grads, inputs, results
-    assert dy is not None
-    (batch, heads, queries, _), keys, value_dim = q.shape, k.shape[2], v.shape[3]
+    (dy,), (y, factor) = grads, results
     split, places = parts_of(inputs.tiles)
-    dq, dk, dv, dweights = (empty(*x.shape) for x in (q, k, v, weights))
-    numbers = 3 * spec.waves if "coefficients" in asked else 0
-    dcoefficients = zeros(split, batch, heads, numbers, dtype=torch.float64) if numbers else None
+    learned = 3 * spec.waves if "coefficients" in asked else 0
     call, library, width = _arguments(inputs, spec)
-    call.set({"call.learned": numbers, "call.split": split, "call.places": places})
-    shape, sums = (batch, heads, queries, value_dim), (places, keys, width + value_dim)
-    call.point("call.y", y, shape, dtype=torch.float32)
-    call.point("call.factor", factor, shape[:3])
-    call.point("call.dy", dense_last(dy, torch.float32), shape, strides="call.dys", dtype=torch.float32)
-    for name, gradient, x in (("call.dq", dq, q), ("call.dk", dk, k), ("call.dv", dv, v)):
-        call.point(name, gradient, x.shape, dtype=torch.float32)
-    call.point("call.dcoefficients", dcoefficients, (split, batch, heads, numbers))
-    call.point("call.sums", empty(*sums), sums)
-    call.point("dweights", dweights, weights.shape)
+    call.set(
+        {"call.learned": learned, "call.split": split, "call.places": places},
+        learned=learned, split=split, places=places, columns=width + inputs.v.shape[3],
+    )  # fmt: skip
+    call.point("call.y", y, torch.float32)
+    call.point("call.factor", factor)
+    call.point("call.dy", dy, torch.float32)
+    call.new("call.sums")
+    found = [call.new(f"call.d{name}", dtype=torch.float32) for name in "qkv"]
+    dweights = call.new("dweights")
+    dcoefficients = call.new("call.dcoefficients", zero=True) if learned else None
     call.run(library.zonal_distance_backward)
-    return dq, dk, dv, dweights, None if dcoefficients is None else dcoefficients.sum((0, 1))
+    return *found, dweights, None if dcoefficients is None else dcoefficients.sum((0, 1))
 
 
 def _shapes(inputs: DistanceInputs, spec: DistanceSpec) -> Results:

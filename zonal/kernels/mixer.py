@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zonal.formula import FORMULAS
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty, zeros
+from zonal.kernels.abi import Arguments
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results
 
@@ -16,7 +16,28 @@ WIDEST = 64
 """The widest window of the convolution."""
 _RANGE = 128  # tokens whose sums are made together, RANGE of mixer.cpp
 _PARTS = 3
-_CONVOLUTION, _GATED = abi.Struct("mixer.cpp", "Convolution"), abi.Struct("mixer.cpp", "Gated")
+
+
+def _struct(name: str, rows: dict[str, str], others: dict[str, str]) -> abi.Struct:
+    """rows: those of the tensors (B, T, …) that are read or written through strides."""
+    shapes = {f"{each}.data": shape for each, shape in rows.items()}
+    strides = {f"{each}.data": (f"{each}.batch", f"{each}.token", f"{each}.head") for each in rows}
+    return abi.Struct("mixer.cpp", name, shapes | others, strides)
+
+
+_PART_SHAPES = {
+    f"{y}.{i}": f"B T widths.{i}" if i else "B T heads.0 widths.0" for y in ("y", "dy") for i in range(_PARTS)
+}
+_CONVOLUTION = _struct("Convolution", {"x": "B T channels", **_PART_SHAPES}, {
+    "taps": "width channels", "tail": "B before channels", "bias": "channels", "order": "B T", "present": "B",
+    "reach": "T", "dx": "B T channels", "dtail": "B before channels", "sums": "ranges columns channels",
+})  # fmt: skip
+_BY_HEAD, _WHOLE = "B T heads width", "B T row"
+_GATED = _struct(
+    "Gated",
+    {**dict.fromkeys(("y", "v", "dy", "dv"), _BY_HEAD), **dict.fromkeys(("z", "out", "dout", "dz"), _WHOLE)},
+    {"skip": "heads", "gain": "row", "dgain": "ranges row", "dskip": "ranges row"},
+)
 
 
 class ConvolutionInputs(NamedTuple):
@@ -51,14 +72,6 @@ def _by_head(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty((batch, heads, length, width), dtype=torch.float32).transpose(1, 2)
 
 
-def _point_at_rows(call: Arguments, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Let ``Rows`` point to a float32 tensor (B, T, n) or (B, T, heads, n)."""
-    call.point(f"{name}.data", x, shape, last=True)
-    if x is not None:
-        batch, token, *head = x.stride()[:-1]
-        call.set({f"{name}.batch": batch, f"{name}.token": token, f"{name}.head": head[0] if head else 0})
-
-
 def _part_shapes(x: Tensor, spec: ConvolutionSpec) -> list[tuple[int, ...]]:
     """(B, T, heads, n) of the first part, (B, T, n) of the others."""
     first, *others = spec.parts
@@ -73,32 +86,26 @@ def _empty_parts(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Results:
 
 
 def _convolution(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Arguments:
-    x, taps = inputs.x, inputs.taps.float().t().contiguous()
-    batch, length, channels = x.shape
-    width, shapes = taps.shape[0], _part_shapes(x, spec)
+    x, taps = inputs.x, inputs.taps
+    (batch, length, channels), width, shapes = x.shape, taps.shape[1], _part_shapes(x, spec)
+    ranges = batch * -(-length // _RANGE)
     call = Arguments(_CONVOLUTION, {
         "B": batch, "T": length, "channels": channels, "width": width, "silu": spec.silu, "parts": len(shapes),
         **{f"heads.{i}": spec.heads if i == 0 else 1 for i in range(_PARTS)},
         **{f"widths.{i}": shape[-1] for i, shape in enumerate(shapes)},
-    })  # fmt: skip
-    _point_at_rows(call, "x", dense_last(x, torch.float32), x.shape)
-    call.point("taps", taps, (width, channels))
-    call.point("tail", _contiguous(inputs.tail), (batch, width - 1, channels))
-    call.point("bias", _contiguous(inputs.bias), (channels,))
-    for name, shape in (("order", (batch, length)), ("present", (batch,)), ("reach", (length,))):
-        call.point(name, getattr(inputs, name), shape)
+    }, before=width - 1, ranges=ranges, columns=width + 1)  # fmt: skip
+    call.point("x.data", x)
+    call.point("taps", taps.t())
+    for name in ("tail", "bias", "order", "present", "reach"):
+        call.point(name, getattr(inputs, name))
     return call
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float().contiguous()
 
 
 def _convolve(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Results:
     """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in three parts of its channels; zero on padding."""
     found, call = _empty_parts(inputs, spec), _convolution(inputs, spec)
-    for i, shape in enumerate(_part_shapes(inputs.x, spec)):
-        _point_at_rows(call, f"y.{i}", found[i], shape)
+    for i in range(len(spec.parts)):
+        call.fill(f"y.{i}.data", found[i])
     call.run(FAMILY.load().zonal_convolution_forward, "nn")
     return found
 
@@ -107,16 +114,10 @@ def _convolve_backward(
     grads: Gradients, inputs: ConvolutionInputs, results: Results, spec: ConvolutionSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of x, tail, taps (channels, w) and bias (channels,)."""
-    (batch, length, channels), width, tail = inputs.x.shape, inputs.taps.shape[1], inputs.tail
     call = _convolution(inputs, spec)
-    for i, (shape, dy) in enumerate(zip(_part_shapes(inputs.x, spec), grads, strict=False)):
-        _point_at_rows(call, f"dy.{i}", None if dy is None else dense_last(dy, torch.float32), shape)
-    dx, dtail = empty(batch, length, channels), None if tail is None else empty(*tail.shape)
-    ranges = batch * -(-length // _RANGE)
-    sums = zeros(ranges, width + 1, channels)
-    call.point("dx", dx, dx.shape)
-    call.point("dtail", dtail, (batch, width - 1, channels))
-    call.point("sums", sums, sums.shape)
+    for i, dy in zip(range(len(spec.parts)), grads, strict=False):
+        call.point(f"dy.{i}.data", dy)
+    dx, dtail, sums = call.new("dx"), None if inputs.tail is None else call.new("dtail"), call.new("sums", zero=True)
     call.run(FAMILY.load().zonal_convolution_backward, "nn")
     total = sums.sum(0)
     return dx, dtail, total[:-1].t().contiguous(), total[-1].clone()
@@ -140,22 +141,20 @@ class NormSpec(NamedTuple):
 
 
 def _gated(inputs: NormInputs, spec: NormSpec) -> Arguments:
-    batch, length, heads, width = shape = inputs.y.shape
-    call = Arguments(
-        _GATED, {"B": batch, "T": length, "heads": heads, "width": width, "groups": spec.groups, "eps": spec.eps}
-    )
-    _point_at_rows(call, "y", dense_last(inputs.y, torch.float32), shape)
-    _point_at_rows(call, "v", None if inputs.v is None else dense_last(inputs.v, torch.float32), shape)
-    _point_at_rows(call, "z", dense_last(inputs.z, torch.float32), (batch, length, heads * width))
-    call.point("skip", _contiguous(inputs.skip), (heads,))
-    call.point("gain", _contiguous(inputs.gain), (heads * width,))
+    batch, length, heads, width = inputs.y.shape
+    numbers = {"B": batch, "T": length, "heads": heads, "width": width, "groups": spec.groups, "eps": spec.eps}
+    call = Arguments(_GATED, numbers, row=heads * width, ranges=batch * -(-length // _RANGE))
+    for name in ("y", "v", "z"):
+        call.point(f"{name}.data", getattr(inputs, name))
+    call.point("skip", inputs.skip)
+    call.point("gain", inputs.gain)
     return call
 
 
 def _norm(inputs: NormInputs, spec: NormSpec) -> Results:
     """g ⊙ u / √(mean(u²) + ε), (B, T, heads · n), u = (y + D v) ⊙ SiLU(z), means over ``groups`` parts of a row."""
-    out, call = empty(*inputs.z.shape), _gated(inputs, spec)
-    _point_at_rows(call, "out", out, out.shape)
+    call = _gated(inputs, spec)
+    out = call.new("out.data")
     call.run(FAMILY.load().zonal_gated_forward, "nn")
     return (out,)
 
@@ -164,21 +163,15 @@ def _norm_backward(
     grads: Gradients, inputs: NormInputs, results: Results, spec: NormSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of y, v, z, skip and gain. Those of y and v lie head by head, as a recurrence takes them."""
-    (dout,), (y, v, z, *_) = grads, inputs
-    assert dout is not None
-    batch, length, heads, width = y.shape
-    dy, dz, dv = _by_head(y, *y.shape), empty(*z.shape), None if v is None else _by_head(v, *y.shape)
-    ranges = batch * -(-length // _RANGE)
-    dgain, dskip = zeros(ranges, heads * width), None if v is None else zeros(ranges, heads * width)
+    (dout,), (y, v, *_) = grads, inputs
     call = _gated(inputs, spec)
-    for name, x in (("dout", dense_last(dout, torch.float32)), ("dz", dz)):
-        _point_at_rows(call, name, x, z.shape)
-    for name, x in (("dy", dy), ("dv", dv)):
-        _point_at_rows(call, name, x, y.shape)
-    for name, x in (("dgain", dgain), ("dskip", dskip)):
-        call.point(name, x, dgain.shape)
+    call.point("dout.data", dout)
+    dy, dz, dv = _by_head(y, *y.shape), call.new("dz.data"), None if v is None else _by_head(v, *y.shape)
+    call.fill("dy.data", dy)
+    call.fill("dv.data", dv)
+    dgain, dskip = call.new("dgain", zero=True), None if v is None else call.new("dskip", zero=True)
     call.run(FAMILY.load().zonal_gated_backward, "nn")
-    return dy, dv, dz, None if dskip is None else dskip.sum(0).view(heads, width).sum(1), dgain.sum(0)
+    return dy, dv, dz, None if dskip is None else dskip.sum(0).view(y.shape[2:]).sum(1), dgain.sum(0)
 
 
 def _refusal(name: str) -> str:

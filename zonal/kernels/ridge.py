@@ -12,7 +12,7 @@ from torch import Tensor
 from zonal.errors import NonFiniteError
 from zonal.formula import FORMULAS
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty, plain, zeros
+from zonal.kernels.abi import Arguments
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 from zonal.kernels.sums import Places, places
@@ -21,7 +21,15 @@ FAMILY = Family("ridge", FORMULAS["identity"])
 DOUBLE = 1
 """The outcome of a document that ran in float64, because float32 would have lost three digits."""
 _INDEFINITE = 2
-_RIDGE = abi.Struct("ridge.hpp", "Ridge")
+_MEMORY = {"gram": "B Hkv D D", "cross": "B Hkv P D", "shift": "B Hkv D D", "last": "B Hkv D"}
+_SHAPES = {
+    "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H", "ridge": "Hkv", "powers": "H",
+    "index": "places S", "lo": "places T", "hi": "places T", "edges": "edges", "y": "B H T P", "dy": "B H T P",
+    "outcome": "B Hkv segments", "dq": "B H T D", "dk": "B Hkv S D", "dv": "B Hkv S P",
+    "dscale": "B Hkv segments groups", "dridge": "B Hkv segments", **_MEMORY,
+    **{f"d{name}": shape for name, shape in _MEMORY.items()},
+}  # fmt: skip
+_RIDGE = abi.Struct("ridge.hpp", "Ridge", _SHAPES)
 
 
 class Before(NamedTuple):
@@ -80,33 +88,19 @@ def _powers(powers: tuple[int, ...]) -> Tensor:
 
 
 def _arguments(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Arguments:
-    (q, k, v), before = inputs[:3], inputs.before
-    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
-    pair, places = (batch, kv_heads), seen.lo.shape[0]
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
+    places, edges = seen.lo.shape[0], seen.edges.shape[0]
     call = Arguments(_RIDGE, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
-        "segments": seen.edges.shape[0] - 1, "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
-    })  # fmt: skip
-    call.point("q", dense_last(q, torch.float32), (batch, heads, queries, dim), strides="qs")
-    call.point("k", dense_last(k, torch.float32), (*pair, keys, dim), strides="ks")
-    call.point("v", dense_last(v, torch.float32), (*pair, keys, value_dim), strides="vs")
-    call.point("scale", plain(inputs.scale, torch.float32), (heads,))
-    call.point("ridge", plain(inputs.rho, torch.float64), (kv_heads,))
-    call.point("powers", _powers(spec.powers), (heads,))
-    call.point("index", seen.index, (places, keys))
-    call.point("lo", seen.lo, (places, queries))
-    call.point("hi", seen.hi, (places, queries))
-    call.point("edges", seen.edges, seen.edges.shape)
-    for name, x, shape in zip(before._fields, before, _memory(inputs), strict=True):
-        call.point(name, None if x is None else plain(x, torch.float64), shape)
+        "segments": edges - 1, "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
+    }, places=places, edges=edges, groups=heads // kv_heads)  # fmt: skip
+    for name in ("q", "k", "v", "scale", *_MEMORY):
+        call.point(name, getattr(inputs, name))
+    call.point("ridge", inputs.rho)
+    call.point("powers", _powers(spec.powers))
+    for name in ("index", "lo", "hi", "edges"):
+        call.point(name, getattr(seen, name))
     return call
-
-
-def _memory(inputs: RidgeInputs) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the four parts of ``Before``."""
-    (batch, kv_heads, _, dim), value_dim = inputs.k.shape, inputs.v.shape[3]
-    square = (batch, kv_heads, dim, dim)
-    return square, (batch, kv_heads, value_dim, dim), square, square[:3]
 
 
 def _run(call: Arguments, function: object) -> None:
@@ -122,11 +116,8 @@ def read(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> tuple[Tensor, Te
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """
-    q, v = inputs.q, inputs.v
-    y, outcome = empty(*q.shape[:3], v.shape[3]), empty(*v.shape[:2], seen.edges.shape[0] - 1, dtype=torch.int32)
     call = _arguments(inputs, seen, spec)
-    call.point("y", y, y.shape)
-    call.point("outcome", outcome, outcome.shape)
+    y, outcome = call.new("y"), call.new("outcome")
     _run(call, FAMILY.load().zonal_ridge_forward)
     return y, outcome == DOUBLE
 
@@ -146,26 +137,21 @@ def backward(
     grads: Gradients, inputs: RidgeInputs, results: Results, spec: RidgeSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of q, k, v, float32, of scale and rho, and of the memory where asked for, float64."""
-    (dy,), (q, k, v, *_), (_, doubled) = grads, inputs, results
-    assert dy is not None
-    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    seen, groups = _places_of(inputs), heads // kv_heads
-    tasks, started = batch * kv_heads * (seen.edges.shape[0] - 1), bool(asked & set(Before._fields))
-    memory = [None if x is None or not started else zeros(*x.shape, dtype=torch.float64) for x in inputs.before]
-    # an unfinished sum a task, so that the order of threads does not matter
-    dscale, drho = zeros(tasks, groups, dtype=torch.float64), zeros(tasks, dtype=torch.float64)
+    (dy,), (_, doubled) = grads, results
+    call = _arguments(inputs, _places_of(inputs), spec)
+    call.point("outcome", torch.where(doubled, DOUBLE, 0))
+    call.point("dy", dy)
     # the kernel sets them to zero where it adds to them: to do so here would bring all of them from far away once more
-    dq, dk, dv = (empty(*x.shape) for x in (q, k, v))
-    call = _arguments(inputs, seen, spec)
-    call.point("outcome", torch.where(doubled, DOUBLE, 0).to(torch.int32).flatten(), (tasks,))
-    call.point("dy", dense_last(dy, torch.float32), (*q.shape[:3], v.shape[3]), strides="dys")
-    for name, x in (("dq", dq), ("dk", dk), ("dv", dv), ("dscale", dscale), ("dridge", drho)):
-        call.point(name, x, x.shape)
-    for name, x, shape in zip(Before._fields, memory, _memory(inputs), strict=True):
-        call.point(f"d{name}", x, shape)
+    tokens = [call.new(name) for name in ("dq", "dk", "dv")]
+    # an unfinished sum a task, so that the order of threads does not matter
+    dscale, drho = call.new("dscale", zero=True), call.new("dridge", zero=True)
+    started = bool(asked & set(Before._fields))
+    memory = [
+        None if x is None or not started else call.new(f"d{name}", zero=True)
+        for name, x in zip(Before._fields, inputs.before, strict=True)
+    ]
     _run(call, FAMILY.load().zonal_ridge_backward)
-    of_heads = dscale.view(batch, kv_heads, -1, groups).sum((0, 2)).view(heads)
-    return dq, dk, dv, of_heads, drho.view(batch, kv_heads, -1).sum((0, 2)), *memory
+    return *tokens, dscale.sum((0, 2)).flatten(), drho.sum((0, 2)), *memory
 
 
 def _shapes(inputs: RidgeInputs, spec: RidgeSpec) -> Results:

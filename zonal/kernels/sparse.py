@@ -8,13 +8,22 @@ from torch import Tensor
 
 from zonal.formula import FORMULAS
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, address, dense_last, empty, plain, zeros
+from zonal.kernels.abi import Arguments, address, empty, plain, zeros
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, only_first
 
 FAMILY = Family("sparse", FORMULAS["identity"], cuda=False)
 KINDS = ("euclidean", "squared", "sphere", "hyperbolic")
-_SPARSE, _PLACES = abi.Struct("sparse.cpp", "Sparse"), abi.Struct("sparse.cpp", "Places")
+_CANDIDATES = {"order": "B Hkv L S", "start": "B H T L", "stop": "B H T L", "walk": "B H T"}
+_SPARSE = abi.Struct("sparse.cpp", "Sparse", {
+    "q": "B H T q_width", "k": "B Hkv S k_width", "v": "B Hkv S P", "kinds": "F", "sizes": "F", "eps": "F",
+    "y": "B H T P", "least": "B H T", "whole": "B H T", "met": "B H T", "dy": "B H T P", "dq": "B H T q_width",
+    "dk": "B Hkv S k_width", "dv": "B Hkv S P", **_CANDIDATES,
+})  # fmt: skip
+_PLACES = abi.Struct("sparse.cpp", "Places", {
+    "asked": "B H L T", "held": "B Hkv L S", "lo": "T", "hi": "T", "position": "T", "reach": "L", "key_mask": "B S",
+    **_CANDIDATES,
+})  # fmt: skip
 # tokens that are hashed together: their products stay in a cache
 _ROWS = 2048
 
@@ -122,58 +131,36 @@ def places(
     batch, heads, tables, queries = asked.shape
     kv_heads, keys = held.shape[1], held.shape[3]
     call = Arguments(_PLACES, {"B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "L": tables})
-    call.point("asked", plain(asked, torch.int32), (batch, heads, tables, queries))
-    call.point("held", plain(held, torch.int32), (batch, kv_heads, tables, keys))
-    for name, x in (("lo", lo), ("hi", hi), ("position", position)):
-        call.point(name, plain(x, torch.int32), (queries,))
-    call.point("reach", plain(reach, torch.int32), (tables,))
-    call.point("key_mask", None if key_mask is None else key_mask.contiguous(), (batch, keys), dtype=torch.bool)
-    shapes = _shapes_of(batch, heads, kv_heads, tables, queries, keys)
-    found = Candidates(*(empty(*shape, dtype=torch.int32) for shape in shapes))
-    for name, x, shape in zip(found._fields, found, shapes, strict=True):
-        call.point(name, x, shape)
+    tensors = {"asked": asked, "held": held, "lo": lo, "hi": hi, "position": position, "reach": reach}
+    for name, x in tensors.items():
+        call.point(name, x)
+    call.point("key_mask", key_mask)
+    found = Candidates(*(call.new(name) for name in Candidates._fields))
     call.run(FAMILY.load().zonal_sparse_places)
     return found
 
 
-def _shapes_of(
-    batch: int, heads: int, kv_heads: int, tables: int, queries: int, keys: int
-) -> tuple[tuple[int, ...], ...]:
-    """Of the four tensors of ``Candidates``."""
-    by_table = (batch, heads, queries, tables)
-    return (batch, kv_heads, tables, keys), by_table, by_table, (batch, heads, queries)
-
-
 def _arguments(inputs: SparseInputs, spec: SparseSpec) -> Arguments:
     (batch, heads, queries, width), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
-    factors, tables = spec.factors, inputs.order.shape[2]
-    count = len(factors.kinds)
+    factors, count = spec.factors, len(spec.factors.kinds)
     call = Arguments(_SPARSE, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": width - 3 * count, "P": value_dim,
-        "L": tables, "F": count, "top": spec.top,
-    })  # fmt: skip
-    shapes = inputs.q.shape, inputs.k.shape, (batch, kv_heads, keys, value_dim)
-    for name, x, shape in zip("qkv", inputs[:3], shapes, strict=True):
-        call.point(name, dense_last(x, torch.float32), shape, strides=f"{name}s")
-    shapes = _shapes_of(batch, heads, kv_heads, tables, queries, keys)
-    for name, x, shape in zip(Candidates._fields, inputs[3:], shapes, strict=True):
-        call.point(name, plain(x, torch.int32), shape)
+        "L": inputs.order.shape[2], "F": count, "top": spec.top,
+    }, q_width=width, k_width=inputs.k.shape[3])  # fmt: skip
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        call.point(name, x)
     kinds = [KINDS.index(kind) for kind in factors.kinds]
-    call.point("kinds", torch.tensor(kinds, dtype=torch.int64, device="cpu"), (count,))
-    call.point("sizes", torch.tensor(factors.sizes, dtype=torch.int64, device="cpu"), (count,))
-    call.point("eps", torch.tensor(factors.eps, dtype=torch.float32, device="cpu"), (count,))
+    call.point("kinds", torch.tensor(kinds, dtype=torch.int64, device="cpu"))
+    call.point("sizes", torch.tensor(factors.sizes, dtype=torch.int64, device="cpu"))
+    call.point("eps", torch.tensor(factors.eps, dtype=torch.float32, device="cpu"))
     return call
 
 
 def forward(inputs: SparseInputs, spec: SparseSpec) -> Results:
     """(y (B, H, T, P) in the type of v; per row (B, H, T), in float32, the least kept score and the log of the sum
     of its kernel; and in int32, how many keys it compared)."""
-    rows, value_dim = inputs.q.shape[:3], inputs.v.shape[3]
-    y, least, whole, met = empty(*rows, value_dim), empty(*rows), empty(*rows), empty(*rows, dtype=torch.int32)
     call = _arguments(inputs, spec)
-    call.point("y", y, (*rows, value_dim))
-    for name, x in (("least", least), ("whole", whole), ("met", met)):
-        call.point(name, x, rows)
+    y, least, whole, met = (call.new(name) for name in ("y", "least", "whole", "met"))
     call.run(FAMILY.load().zonal_sparse_forward)
     return y.to(inputs.v.dtype), least, whole, met
 
@@ -182,17 +169,11 @@ def backward(
     grads: Gradients, inputs: SparseInputs, results: Results, spec: SparseSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of q, k and v, in float32, of what each row kept."""
-    (dy,), (y, least, whole, _), tokens = grads, results, inputs[:3]
-    assert dy is not None
-    found = tuple(zeros(*x.shape) for x in tokens)
-    rows, shape = inputs.q.shape[:3], (*inputs.q.shape[:3], inputs.v.shape[3])
+    (dy,), (y, least, whole, _) = grads, results
     call = _arguments(inputs, spec)
-    call.point("y", plain(y, torch.float32), shape)
-    call.point("least", least.contiguous(), rows)
-    call.point("whole", whole.contiguous(), rows)
-    call.point("dy", dense_last(dy, torch.float32), shape, strides="dys")
-    for name, gradient, x in zip(("dq", "dk", "dv"), found, tokens, strict=True):
-        call.point(name, gradient, x.shape)
+    for name, x in (("y", y), ("least", least), ("whole", whole), ("dy", dy)):
+        call.point(name, x)
+    found = tuple(call.new(name, zero=True) for name in ("dq", "dk", "dv"))
     call.run(FAMILY.load().zonal_sparse_backward)
     return found
 

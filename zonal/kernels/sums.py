@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,14 +12,24 @@ from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty, plain, zeros
+from zonal.kernels.abi import Arguments, dense_last, empty
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 from zonal.kernels.tile import padded
 
 FAMILY = Family("sums")
-_SUMS, _DOTS = abi.Struct("sums.hpp", "Sums"), abi.Struct("sums.cpp", "Dots")
-_OF_MAP = ("left", "right", "run_end", "degree", "place", "low_left", "low_right")
+_FEATURES = ("squares", "roots", "left", "right", "run_end", "degree", "place")
+_STATES, _BY_KEY = ("initial", "final", "dfinal", "dinitial"), ("running", "favour", "dmass")
+_SHAPES = {
+    **dict.fromkeys(_FEATURES, "F"), **dict.fromkeys(_STATES, "B Hkv F width"), **dict.fromkeys(_BY_KEY, "B Hkv S"),
+    "low_left": "low", "low_right": "low", "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H",
+    "coefficients": "H numbers", "monomials": "H powers", "before": "B", "index": "places S", "present": "places",
+    "lo": "places T", "hi": "places T", "edges": "edges", "y": "B H T P", "factor": "B H T", "apart": "B H T",
+    "dy": "B H T P", "dq": "parts B q_heads T D", "dk": "parts B k_heads S D", "dv": "B Hkv S P", "dscale": "B H",
+    "dcoefficients": "tasks groups learned", "dmonomials": "tasks groups powers",
+}  # fmt: skip
+_SUMS = abi.Struct("sums.hpp", "Sums", _SHAPES)
+_DOTS = abi.Struct("sums.cpp", "Dots", {"a": "B H T P", "b": "B H T P", "out": "B H T"})
 
 
 @dataclass(frozen=True)
@@ -201,37 +210,25 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
 
 def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, shares: int = 0) -> Arguments:
     batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
-    table, numbers, powers = (
-        tables(spec.degree, spec.lowest, dim),
-        inputs.coefficients.shape[1],
-        inputs.monomials.shape[1],
-    )
-    rows, by_key, features = seen.lo.shape[0], (batch, kv_heads, keys), table.left.shape
+    table = tables(spec.degree, spec.lowest, dim)
     call = Arguments(_SUMS, {
-        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "F": features[0],
-        "low": table.low_left.shape[0], "powers": powers, "segments": seen.edges.shape[0] - 1, "by_batch": rows > 1,
-        "numbers": numbers, "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split,
-        "offset": keys - queries, "guards": spec.guards, "shares": shares,
-    })  # fmt: skip
-    q = dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1)
-    k = dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1)
-    call.point("q", q, (batch, heads, queries, dim), strides="qs")
-    call.point("k", k, (*by_key, dim), strides="ks")
-    call.point("v", dense_last(inputs.v, torch.float32), (*by_key, value_dim), strides="vs")
-    for name, width in (("scale", ()), ("coefficients", (numbers,)), ("monomials", (powers,))):
-        call.point(name, plain(getattr(inputs, name), torch.float32), (heads, *width))
-    for name in ("squares", "roots", *_OF_MAP):
-        call.point(name, getattr(table, name), table.low_left.shape if name.startswith("low") else features)
-    shapes = (rows, keys), (rows,), (rows, queries), (rows, queries), seen.edges.shape
-    for name, x, shape in zip(seen._fields, seen, shapes, strict=True):
-        call.point(name, x, shape)
-    initial, before, decay, bias = inputs.initial, inputs.before, inputs.log_decay, inputs.key_bias
-    running = None if decay is None else decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
-    call.point("running", running, by_key)
-    call.point("favour", None if bias is None else plain(bias.double().exp(), torch.float32), by_key)
-    state = state_shape(batch, kv_heads, dim, value_dim, spec)
-    call.point("initial", None if initial is None else plain(initial, torch.float32), state)
-    call.point("before", None if before is None else plain(before, torch.float64), (batch,))
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
+        "F": table.left.shape[0], "low": table.low_left.shape[0], "powers": inputs.monomials.shape[1],
+        "segments": seen.edges.shape[0] - 1, "by_batch": seen.lo.shape[0] > 1, "numbers": inputs.coefficients.shape[1],
+        "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split, "offset": keys - queries,
+        "guards": spec.guards, "shares": shares,
+    }, places=seen.lo.shape[0], edges=seen.edges.shape[0], width=value_dim + (spec.anchor == "row"))  # fmt: skip
+    call.point("q", dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1))
+    call.point("k", dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1))
+    for name in ("v", "scale", "coefficients", "monomials", "initial", "before"):
+        call.point(name, getattr(inputs, name))
+    for name in (*_FEATURES, "low_left", "low_right"):
+        call.point(name, getattr(table, name))
+    for name, x in zip(seen._fields, seen, strict=True):
+        call.point(name, x)
+    decay, bias = inputs.log_decay, inputs.key_bias
+    call.point("running", None if decay is None else decay.double().cumsum(-1).expand(batch, -1, -1))
+    call.point("favour", None if bias is None else bias.double().exp())
     return call
 
 
@@ -266,16 +263,11 @@ def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
     sum of its terms is summed through the link, key by key. With ``initial`` that is impossible: a row below 2^-16 of
     it, a tenth or more of which may be rounding, is NaN.
     """
-    batch, heads, kv_heads, queries, _, dim, value_dim = inputs.sizes
-    rows, state = (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
-    y, factor = empty(*rows, value_dim), empty(*rows)
-    final = empty(*state) if spec.keeps else empty(0)
-    apart = zeros(*rows, dtype=torch.uint8) if spec.guards else zeros(0, dtype=torch.uint8)
+    batch, _, kv_heads, _, _, _, value_dim = inputs.sizes
     call = _arguments(inputs, seen, spec, _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim))
-    call.point("y", y, (*rows, value_dim))
-    call.point("factor", factor, rows)
-    call.point("final", final if spec.keeps else None, state)
-    call.point("apart", apart if spec.guards else None, rows)
+    y, factor = call.new("y"), call.new("factor")
+    final = call.new("final") if spec.keeps else empty(0)
+    apart = call.new("apart", zero=True) if spec.guards else empty(0, dtype=torch.uint8)
     call.run(FAMILY.load(spec.link).zonal_sums_forward)
     return y, factor, final, apart
 
@@ -289,42 +281,30 @@ def backward(
     """
     (dy, dfinal), (y, factor, final, apart), seen = grads, results, _places_of(inputs)
     assert dy is not None
-    batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
+    batch, heads, kv_heads, _, _, _, value_dim = inputs.sizes
     segments, groups = seen.edges.shape[0] - 1, heads // kv_heads
     split = _split(batch, kv_heads, segments, value_dim)
     tasks = batch * kv_heads * segments * split
-    shared = (inputs.q.shape[1], inputs.k.shape[1]) != (heads, kv_heads)
-    shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
-    parts, by_key, rows = shares or split, (batch, kv_heads, keys), (batch, heads, queries)
-    state, learned = state_shape(batch, kv_heads, dim, value_dim, spec), spec.learned if "coefficients" in asked else 0
+    q_heads, k_heads = inputs.q.shape[1], inputs.k.shape[1]
+    shares = 0
+    if (q_heads, k_heads) != (heads, kv_heads):
+        shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1)))
+    learned = spec.learned if "coefficients" in asked else 0
     call = _arguments(inputs, seen, spec, split, shares)
-    call.set({"learned": learned})
-    call.point("y", y, (*rows, value_dim))
-    call.point("factor", factor, rows)
-    call.point("apart", apart if spec.guards else None, rows)
-    call.point("dy", dy.float().contiguous(), (*rows, value_dim))
-    call.point("dfinal", None if dfinal is None or not spec.keeps else dfinal.float().contiguous(), state)
-
-    def made(name: str, shape: Sequence[int], x: Tensor | None) -> Tensor | None:
-        call.point(name, x, shape)
-        return x
-
-    def sums(name: str, shape: Sequence[int], wanted: bool) -> Tensor | None:
-        return made(name, shape, zeros(*shape, dtype=torch.float64) if wanted else None)
-
-    dq = made("dq", shape := (parts, batch, inputs.q.shape[1], queries, dim), empty(*shape))
-    dk = made("dk", shape := (parts, batch, inputs.k.shape[1], keys, dim), empty(*shape))
-    dv = made("dv", shape := (*by_key, value_dim), empty(*shape))
-    dinitial = made("dinitial", state, empty(*state) if "initial" in asked else None)
+    call.set({"learned": learned}, parts=shares or split, tasks=tasks, groups=groups, q_heads=q_heads, k_heads=k_heads)
+    call.point("y", y)
+    call.point("factor", factor)
+    call.point("apart", apart if spec.guards else None)
+    call.point("dy", dy)
+    call.point("dfinal", dfinal if spec.keeps else None)
     fades = bool(asked & {"log_decay", "key_bias"})
-    dmass = made("dmass", by_key, zeros(*by_key) if spec.anchor == "row" and fades else None)
-    dscale = sums("dscale", (batch, heads), "scale" in asked)
-    dcoefficients = sums("dcoefficients", (tasks, groups, learned), learned > 0)
-    dmonomials = sums("dmonomials", (tasks, groups, inputs.monomials.shape[1]), "monomials" in asked)
+    dq, dk, dv = call.new("dq"), call.new("dk"), call.new("dv")
+    dinitial = call.new("dinitial") if "initial" in asked else None
+    dmass = call.new("dmass", zero=True) if spec.anchor == "row" and fades else None
+    dscale = call.new("dscale", zero=True) if "scale" in asked else None
+    dcoefficients = call.new("dcoefficients", zero=True) if learned else None
+    dmonomials = call.new("dmonomials", zero=True) if "monomials" in asked else None
     call.run(FAMILY.load(spec.link).zonal_sums_backward)
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
 
     def by_head(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
@@ -332,9 +312,9 @@ def backward(
     # log of what each key counts
     counted = ddecay = None
     if fades:
-        counted = _dots(dense_last(inputs.v, torch.float32), dv, spec) + (0 if dmass is None else dmass)
+        counted = _dots(inputs.v, dv, spec) + (0 if dmass is None else dmass)
     if counted is not None and "log_decay" in asked:
-        of_rows = None if spec.anchor == "row" else _dots(dense_last(dy, torch.float32), y, spec)
+        of_rows = None if spec.anchor == "row" else _dots(dy, y, spec)
         ddecay = decay_gradient(inputs, counted, of_rows, dfinal if spec.keeps else None, final)
     coefficients = by_head(dcoefficients)
     return (
@@ -364,13 +344,12 @@ def decay_gradient(
 
 
 def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
-    """Σ_p a_tp b_tp of two float32 tensors (B, H, T, P), float64 (B, H, T)."""
+    """Σ_p a_tp b_tp of two tensors (B, H, T, P) taken as float32, float64 (B, H, T)."""
     batch, heads, length, width = a.shape
-    out = empty(batch, heads, length, dtype=torch.float64)
     call = Arguments(_DOTS, {"B": batch, "H": heads, "T": length, "P": width})
-    call.point("a", a, a.shape, strides="as")
-    call.point("b", b, a.shape, strides="bs")
-    call.point("out", out, out.shape)
+    call.point("a", a)
+    call.point("b", b)
+    out = call.new("out")
     call.run(FAMILY.load(spec.link).zonal_sums_dots)
     return out
 

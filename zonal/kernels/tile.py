@@ -16,13 +16,19 @@ from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty, zeros
+from zonal.kernels.abi import Arguments
 from zonal.kernels.build import BuildError
 from zonal.kernels.native import Family, failure, load
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 
 FAMILY = Family("tile")
-CALL = abi.Struct("common.hpp", "Call")
+SHAPES = {
+    "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H", "coefficients": "H numbers", "key_mask": "B S",
+    "edges": "edges", "y": "B H T P", "rest": "B H T P", "factor": "B H T", "dy": "B H T P", "dq": "B H T D",
+    "dk": "B Hkv S D", "dv": "B Hkv S P", "sums": "places S columns", "dscale": "split B H",
+    "dcoefficients": "split B H learned",
+}  # fmt: skip
+CALL = abi.Struct("common.hpp", "Call", SHAPES)
 _PAIRS = "tile_bf16"
 """The source for products of bfloat16."""
 
@@ -70,7 +76,7 @@ class TileInputs(NamedTuple):
         return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
-def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
+def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, int]:
     """The numbers of ``Call`` that follow from shapes and rules."""
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
     return {
@@ -84,20 +90,13 @@ def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
 
 def point_at(call: Arguments, inputs: TileInputs, dtype: torch.dtype = torch.float32, prefix: str = "") -> None:
     """Let a ``Call`` point to a call's tensors, with q, k and v in ``dtype``. prefix: of members in a larger struct."""
-    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
-    shapes = {
-        "q": (batch, heads, queries, dim),
-        "k": (batch, kv_heads, keys, dim),
-        "v": (batch, kv_heads, keys, value_dim),
-    }
-    for (name, shape), x in zip(shapes.items(), inputs[:3], strict=True):
-        call.point(prefix + name, dense_last(x, dtype), shape, strides=f"{prefix}{name}s", dtype=dtype)
-    mask, edges = inputs.key_mask, inputs.cu_seqlens
-    call.point(f"{prefix}scale", inputs.scale.float().contiguous(), (heads,))
-    call.point(f"{prefix}coefficients", inputs.coefficients.float().contiguous(), (heads, inputs.coefficients.shape[1]))
-    call.point(f"{prefix}key_mask", None if mask is None else mask.contiguous(), (batch, keys), dtype=torch.bool)
-    edges = None if edges is None else edges.to("cpu", torch.int64).contiguous()
-    call.point(f"{prefix}edges", edges, (inputs.documents + 1,))
+    for name, x in zip("qkv", inputs[:3], strict=True):
+        call.point(f"{prefix}{name}", x, dtype)
+    edges = inputs.cu_seqlens
+    call.point(f"{prefix}scale", inputs.scale)
+    call.point(f"{prefix}coefficients", inputs.coefficients)
+    call.point(f"{prefix}key_mask", inputs.key_mask)
+    call.point(f"{prefix}edges", None if edges is None else edges.to("cpu"))
 
 
 def parts_of(inputs: TileInputs) -> tuple[int, int]:
@@ -132,18 +131,13 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
     would spoil gradients that cancel. It is empty in float32 and when no gradient is asked for.
     """
     q, k, v = inputs[:3]
-    shape = (*q.shape[:3], v.shape[3])
-    factor = empty(*shape[:3])
     kept = not spec.inference and q.dtype != torch.float32
     in_pairs = _in_pairs(q, k, v, link=spec.link)
     dtype = torch.float32 if in_pairs is None else torch.bfloat16
-    call = Arguments(CALL, rows_and_keys(inputs, spec))
+    call = Arguments(CALL, rows_and_keys(inputs, spec), edges=inputs.documents + 1)
     point_at(call, inputs, dtype)
-    y = empty(*shape, dtype=dtype)
-    rest = q.new_empty(shape if kept and in_pairs is not None else 0)
-    call.point("y", y, shape, dtype=dtype)
-    call.point("rest", rest if rest.ndim > 1 else None, shape, dtype=dtype)
-    call.point("factor", factor, shape[:3])
+    y, factor = call.new("y", dtype=dtype), call.new("factor")
+    rest = call.new("rest", dtype=dtype) if kept and in_pairs is not None else q.new_empty(0)
     call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward)
     if in_pairs is not None:
         return y, factor, rest
@@ -157,7 +151,6 @@ def backward(
     """Gradients of q, k, v in their types, of scale (H,), and of coefficients (H, n) in float64, 0 if not learned."""
     (dy,), (q, k, v, scale, coefficients, *_), (y, factor, rest) = grads, inputs, results
     assert dy is not None
-    (batch, heads, queries, dim), (_, _, keys, value_dim) = q.shape, v.shape
     scaled, learned = "scale" in asked, spec.learned if "coefficients" in asked else 0
     in_pairs = _in_pairs(q, k, v, dy, link=spec.link)
     if scaled and in_pairs is not None and bool((scale == 0).any()):
@@ -166,22 +159,17 @@ def backward(
     if in_pairs is None:
         y = y.float() + rest.float() if rest.numel() else y.float()
     split, places = parts_of(inputs)
-    found = tuple(empty(*x.shape, dtype=dtype) for x in (q, k, v))
-    dscale = zeros(split, batch, heads, dtype=torch.float64) if scaled else None
-    dcoefficients = zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
-    call = Arguments(CALL, rows_and_keys(inputs, spec))
-    call.set({"learned": learned, "split": split})
+    call = Arguments(CALL, rows_and_keys(inputs, spec), edges=inputs.documents + 1)
+    call.set({"learned": learned, "split": split}, places=places, columns=q.shape[3] + v.shape[3])
     point_at(call, inputs, dtype)
-    shape = (batch, heads, queries, value_dim)
-    call.point("y", y, shape, dtype=dtype)
-    call.point("rest", rest if rest.numel() and in_pairs is not None else None, shape, dtype=dtype)
-    call.point("factor", factor, shape[:3])
-    call.point("dy", dense_last(dy, dtype), shape, strides="dys", dtype=dtype)
-    for name, gradient, x in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
-        call.point(name, gradient, x.shape, dtype=dtype)
-    call.point("sums", empty(places, keys, dim + value_dim), (places, keys, dim + value_dim))
-    call.point("dscale", dscale, (split, batch, heads))
-    call.point("dcoefficients", dcoefficients, (split, batch, heads, learned))
+    call.point("y", y, dtype)
+    call.point("rest", rest if rest.numel() and in_pairs is not None else None, dtype)
+    call.point("factor", factor)
+    call.point("dy", dy, dtype)
+    call.new("sums")
+    found = tuple(call.new(name, dtype=dtype) for name in ("dq", "dk", "dv"))
+    dscale = call.new("dscale", zero=True) if scaled else None
+    dcoefficients = call.new("dcoefficients", zero=True) if learned else None
     call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward)
     dc = None if dcoefficients is None else padded(dcoefficients.sum((0, 1)), coefficients)
     return *found, None if dscale is None else dscale.sum((0, 1)), dc
@@ -214,6 +202,6 @@ tile = Op(
 """y_t = factor_t sum_s l(S_ts) v_s as (y, factor, rest) of ``forward``."""
 
 __all__ = [
-    "CALL", "FAMILY", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
+    "CALL", "FAMILY", "SHAPES", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
     "rows_and_keys", "tile",
 ]  # fmt: skip
