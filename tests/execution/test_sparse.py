@@ -458,7 +458,7 @@ def test_no_second_derivative() -> None:
     for dtype in (torch.float32, torch.float64):
         x = q.to(dtype)
         y = zonal.attention(x, x, x, m.softmax().replace(anchor=anchor.TopK(2, ALL)), causal=True, path="sparse")
-        with pytest.raises(PathError, match="path 'sparse' makes its scores again"):
+        with pytest.raises(PathError, match="path 'sparse' makes its forward pass again"):
             torch.autograd.grad(y.sum(), q, create_graph=True)
 
 
