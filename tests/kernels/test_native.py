@@ -92,7 +92,7 @@ def test_other_declarations_are_refused(declared: str, tmp_path: Path, monkeypat
 
 
 def test_arguments_refuse_members_and_tensors_of_another_kind() -> None:
-    call = abi.Arguments(abi.Struct("sums.cpp", "Dots", {"a": "B P", "out": "B tasks"}), {"B": 2, "P": 3}, tasks=4)
+    call = abi.Arguments(abi.Struct("sums.cpp", "Dots", {"a": "B P", "out": "B tasks"}), {"B": 2, "P": 3}, {"tasks": 4})
     with pytest.raises(KeyError):
         call.set({"batch": 1})
     with pytest.raises(TypeError, match=r"must be torch\.float64"):

@@ -111,12 +111,12 @@ class Arguments:
     sizes: those of tensors that are no members, or not under that name.
     """
 
-    def __init__(self, kind: Struct, numbers: Mapping[str, float], /, **sizes: int) -> None:
+    def __init__(self, kind: Struct, numbers: Mapping[str, float], sizes: Mapping[str, int] = NONE) -> None:
         self.kind, self.kept, self.sizes = kind, list[object](), dict[str, int]()
         self.numbers = kind.zeros.copy()
-        self.set(numbers, **sizes)
+        self.set(numbers, sizes)
 
-    def set(self, numbers: Mapping[str, float], /, **sizes: int) -> None:
+    def set(self, numbers: Mapping[str, float], sizes: Mapping[str, int] = NONE) -> None:
         """Give members and sizes their numbers. Raises: KeyError for a member that the struct does not have."""
         self.numbers.update(numbers)
         if len(self.numbers) != len(self.kind.zeros):

@@ -69,7 +69,9 @@ class Decoder:
             "degree": spec.degree, "lowest": spec.lowest, "heads_weigh": weights.shape[0] > 1,
             "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
             "include_self": spec.include_self,
-        }, rows=weights.shape[0], roots=0 if roots is None else roots.shape[0], powers=spec.degree - 1)  # fmt: skip
+        }, {
+            "rows": weights.shape[0], "roots": 0 if roots is None else roots.shape[0], "powers": spec.degree - 1,
+        })  # fmt: skip
         for name, x in (("scale", scale), ("weights", weights), ("roots", roots), ("tails", tails)):
             call.point(name, x)
         self._kept, self._rules = call, call.packed()

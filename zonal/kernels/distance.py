@@ -66,7 +66,7 @@ def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, c
     sizes = rows_and_keys(shared, spec.rules)
     numbers = {f"call.{name}": number for name, number in sizes.items()}
     numbers |= {"count": len(spec.terms), "dim": inputs.q.shape[3], "waves": spec.waves}
-    call = Arguments(_DISTANCE, numbers, **sizes, edges=shared.documents + 1, terms=len(spec.terms))
+    call = Arguments(_DISTANCE, numbers, sizes | {"edges": shared.documents + 1, "terms": len(spec.terms)})
     point_at(call, shared, prefix="call.")
     call.point("weights", inputs.weights)
     terms = b"".join(_TERM.pack(_KINDS[term.kind], *term[1:]) for term in spec.terms)
@@ -94,7 +94,7 @@ def backward(
     call, library, width = _arguments(inputs, spec)
     call.set(
         {"call.learned": learned, "call.split": split, "call.places": places},
-        learned=learned, split=split, places=places, columns=width + inputs.v.shape[3],
+        {"learned": learned, "split": split, "places": places, "columns": width + inputs.v.shape[3]},
     )  # fmt: skip
     call.point("call.y", y, torch.float32)
     call.point("call.factor", factor)

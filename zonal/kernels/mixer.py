@@ -93,7 +93,7 @@ def _convolution(inputs: ConvolutionInputs, spec: ConvolutionSpec) -> Arguments:
         "B": batch, "T": length, "channels": channels, "width": width, "silu": spec.silu, "parts": len(shapes),
         **{f"heads.{i}": spec.heads if i == 0 else 1 for i in range(_PARTS)},
         **{f"widths.{i}": shape[-1] for i, shape in enumerate(shapes)},
-    }, before=width - 1, ranges=ranges, columns=width + 1)  # fmt: skip
+    }, {"before": width - 1, "ranges": ranges, "columns": width + 1})  # fmt: skip
     call.point("x.data", x)
     call.point("taps", taps.t())
     for name in ("tail", "bias", "order", "present", "reach"):
@@ -143,7 +143,7 @@ class NormSpec(NamedTuple):
 def _gated(inputs: NormInputs, spec: NormSpec) -> Arguments:
     batch, length, heads, width = inputs.y.shape
     numbers = {"B": batch, "T": length, "heads": heads, "width": width, "groups": spec.groups, "eps": spec.eps}
-    call = Arguments(_GATED, numbers, row=heads * width, ranges=batch * -(-length // _RANGE))
+    call = Arguments(_GATED, numbers, {"row": heads * width, "ranges": batch * -(-length // _RANGE)})
     for name in ("y", "v", "z"):
         call.point(f"{name}.data", getattr(inputs, name))
     call.point("skip", inputs.skip)

@@ -93,7 +93,7 @@ def _arguments(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Arguments:
     call = Arguments(_RIDGE, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
         "segments": edges - 1, "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
-    }, places=places, edges=edges, groups=heads // kv_heads)  # fmt: skip
+    }, {"places": places, "edges": edges, "groups": heads // kv_heads})  # fmt: skip
     for name in ("q", "k", "v", "scale", *_MEMORY):
         call.point(name, getattr(inputs, name))
     call.point("ridge", inputs.rho)

@@ -146,7 +146,7 @@ def _arguments(inputs: SparseInputs, spec: SparseSpec) -> Arguments:
     call = Arguments(_SPARSE, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": width - 3 * count, "P": value_dim,
         "L": inputs.order.shape[2], "F": count, "top": spec.top,
-    }, q_width=width, k_width=inputs.k.shape[3])  # fmt: skip
+    }, {"q_width": width, "k_width": inputs.k.shape[3]})  # fmt: skip
     for name, x in zip(inputs._fields, inputs, strict=True):
         call.point(name, x)
     kinds = [KINDS.index(kind) for kind in factors.kinds]

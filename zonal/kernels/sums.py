@@ -217,7 +217,9 @@ def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, sha
         "segments": seen.edges.shape[0] - 1, "by_batch": seen.lo.shape[0] > 1, "numbers": inputs.coefficients.shape[1],
         "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split, "offset": keys - queries,
         "guards": spec.guards, "shares": shares,
-    }, places=seen.lo.shape[0], edges=seen.edges.shape[0], width=value_dim + (spec.anchor == "row"))  # fmt: skip
+    }, {
+        "places": seen.lo.shape[0], "edges": seen.edges.shape[0], "width": value_dim + (spec.anchor == "row"),
+    })  # fmt: skip
     call.point("q", dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1))
     call.point("k", dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1))
     for name in ("v", "scale", "coefficients", "monomials", "initial", "before"):
@@ -291,7 +293,10 @@ def backward(
         shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1)))
     learned = spec.learned if "coefficients" in asked else 0
     call = _arguments(inputs, seen, spec, split, shares)
-    call.set({"learned": learned}, parts=shares or split, tasks=tasks, groups=groups, q_heads=q_heads, k_heads=k_heads)
+    call.set(
+        {"learned": learned},
+        {"parts": shares or split, "tasks": tasks, "groups": groups, "q_heads": q_heads, "k_heads": k_heads},
+    )
     call.point("y", y)
     call.point("factor", factor)
     call.point("apart", apart if spec.guards else None)

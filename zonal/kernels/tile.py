@@ -134,7 +134,7 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
     kept = not spec.inference and q.dtype != torch.float32
     in_pairs = _in_pairs(q, k, v, link=spec.link)
     dtype = torch.float32 if in_pairs is None else torch.bfloat16
-    call = Arguments(CALL, rows_and_keys(inputs, spec), edges=inputs.documents + 1)
+    call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
     point_at(call, inputs, dtype)
     y, factor = call.new("y", dtype=dtype), call.new("factor")
     rest = call.new("rest", dtype=dtype) if kept and in_pairs is not None else q.new_empty(0)
@@ -159,8 +159,8 @@ def backward(
     if in_pairs is None:
         y = y.float() + rest.float() if rest.numel() else y.float()
     split, places = parts_of(inputs)
-    call = Arguments(CALL, rows_and_keys(inputs, spec), edges=inputs.documents + 1)
-    call.set({"learned": learned, "split": split}, places=places, columns=q.shape[3] + v.shape[3])
+    call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
+    call.set({"learned": learned, "split": split}, {"places": places, "columns": q.shape[3] + v.shape[3]})
     point_at(call, inputs, dtype)
     call.point("y", y, dtype)
     call.point("rest", rest if rest.numel() and in_pairs is not None else None, dtype)
