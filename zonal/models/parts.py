@@ -33,14 +33,19 @@ def rotary_of(config: ModelConfig) -> Rotary | bool:
 
 
 class LanguageModel(nn.Module):
-    """Embedding, one residual block per mixer, norm, and an output head, which may be the embedding."""
+    """Embedding, one residual block per mixer, norm, and an output head, which may be the embedding.
+
+    block: the class of the blocks.
+    """
+
+    block: type[Block] = Block
 
     def __init__(self, config: ModelConfig, mixers: Iterable[TokenMixer]) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
-            Block(mixer, mlp_of(config), config.norm_eps, config.residual, records)
+            self.block(mixer, mlp_of(config), config.norm_eps, config.residual, records)
             for records, mixer in enumerate(mixers, start=1)
         )
         self.history = history_of(config)

@@ -1,0 +1,285 @@
+"""The models as classes of transformers: same logits, Auto classes, files, generation, padding, packing, training."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
+
+from zonal import hf
+from zonal.errors import ArgumentError
+from zonal.models import CausalLM, ModelConfig, TextEncoder, VisionConfig, VisionEncoder, build
+
+PAIRS = (("sko", "softmax"), ("ska(power=1)", "mamba2"), ("squared_affine", "slay"), ("performer", "retention"))
+
+
+def native(layers: tuple[str, ...] = PAIRS[0], seed: int = 0, **fields: Any) -> CausalLM:
+    """A small decoder of this library with a convolution and rotary positions."""
+    return build(ModelConfig(vocab_size=97, dim=32, layers=layers, heads=2, rotary=True, conv=4, **fields), seed)
+
+
+def model(layers: tuple[str, ...] = PAIRS[0], seed: int = 0, **fields: Any) -> Any:
+    return hf.ZonalForCausalLM.of(native(layers, seed, **fields)).eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- the same model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_those_of_the_native_model_and_back(tied: bool) -> None:
+    own = native(tie_embeddings=tied)
+    made = hf.ZonalForCausalLM.of(own)
+    assert torch.equal(made(tokens(2, 9)).logits, own(tokens(2, 9)))
+    assert torch.equal(made.native()(tokens(2, 9)), own(tokens(2, 9)))
+    assert made.num_parameters() == own.num_parameters()
+
+
+@pytest.mark.parametrize("layers", PAIRS)
+def test_a_saved_model_is_read_by_the_auto_classes(layers: tuple[str, ...], tmp_path: Path) -> None:
+    made = model(layers)
+    made.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), hf.ZonalConfig)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens(2, 9)).logits, made(tokens(2, 9)).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    assert (half(tokens(2, 9)).logits.float() - made(tokens(2, 9)).logits).abs().max() < 0.02
+
+
+def test_an_encoder_and_its_heads(tmp_path: Path) -> None:
+    shape = ModelConfig(vocab_size=97, dim=32, layers=("sko", "sinkhorn"), heads=2, rotary=True)
+    config = hf.ZonalConfig.of(shape, {"causal": False, "num_labels": 3})
+    masked = hf.ZonalForMaskedLM(config).eval()
+    own = TextEncoder(shape)
+    own.load_state_dict(masked.model.core.state_dict())
+    assert torch.equal(masked(tokens(2, 7)).logits, own(tokens(2, 7)))
+    masked.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForMaskedLM.from_pretrained(tmp_path)(tokens(2, 7)).logits, own(tokens(2, 7)))
+    # a head that the file does not hold is drawn, and all else is read
+    sorted_texts = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7])
+    pooled = own.pooled(tokens(2, 7), key_padding_mask=mask.bool())
+    assert torch.allclose(sorted_texts(tokens(2, 7), attention_mask=mask).logits, sorted_texts.score(pooled), atol=1e-6)
+    assert 0 < sorted_texts.score.weight.std() < 0.1
+
+
+def test_a_classifier_reads_the_last_real_token() -> None:
+    config = hf.ZonalConfig.of(native().config, {"num_labels": 3, "pad_token_id": 0})
+    made = hf.ZonalForSequenceClassification(config).eval()
+    short, long = tokens(1, 4), tokens(1, 7, seed=1)
+    rows = torch.cat([torch.cat([short, torch.zeros(1, 3, dtype=torch.long)], 1), long])
+    both = made(rows, labels=torch.tensor([0, 2]))
+    assert torch.allclose(both.logits, torch.cat([made(short).logits, made(long).logits]), atol=1e-6)
+    assert torch.allclose(both.loss, torch.nn.functional.cross_entropy(both.logits, torch.tensor([0, 2])))
+
+
+def test_an_image_classifier(tmp_path: Path) -> None:
+    shape = VisionConfig(image=8, patch=4, channels=1, classes=5, dim=16, layers=("sko",), heads=2)
+    made = hf.ZonalForImageClassification(hf.ZonalVisionConfig(**shape.to_dict())).eval()
+    own = VisionEncoder(shape)
+    own.load_state_dict(made.model.state_dict())
+    images = torch.randn(3, 1, 8, 8)
+    assert torch.equal(made(images).logits, own(images))
+    made.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(images).logits, own(images))
+    assert again.config.num_labels == 5
+    with pytest.raises(ArgumentError, match="classes and num_labels are one number"):
+        hf.ZonalVisionConfig(classes=5, num_labels=3)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", PAIRS)
+def test_generation_with_a_cache_is_generation_without(layers: tuple[str, ...]) -> None:
+    made, prompt = model(layers), tokens(2, 9)
+    plain = made.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert torch.equal(made.generate(prompt, max_new_tokens=8, do_sample=False), plain)
+    beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    assert torch.equal(made.generate(prompt, **beams), made.generate(prompt, **beams, use_cache=False))
+
+
+@pytest.mark.parametrize("layers", PAIRS)
+def test_assisted_generation_gives_the_same_tokens(layers: tuple[str, ...]) -> None:
+    made, prompt = model(layers), tokens(1, 9)
+    plain = made.generate(prompt, max_new_tokens=12, do_sample=False)
+    near = copy.deepcopy(made)  # a draft that is right often, not always
+    with torch.no_grad():
+        near.model.core.embedding.weight.add_(0.02 * torch.randn(97, 32, generator=torch.Generator().manual_seed(0)))
+    for draft in (near, model(layers, seed=1)):
+        assert torch.equal(made.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=draft), plain)
+    assert torch.equal(made.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), plain)
+
+
+@pytest.mark.parametrize("layers", PAIRS)
+def test_a_cropped_cache_is_one_that_never_read_the_tokens(layers: tuple[str, ...]) -> None:
+    made, text = model(layers), tokens(2, 12)
+    cache = hf.ZonalCache()
+    cache.activate_past_recording()
+    for part in (text[:, :4], text[:, 4:9]):
+        made(part, past_key_values=cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    after = made(text[:, 6:], past_key_values=cache).logits
+    assert torch.allclose(after, made(text).logits[:, 6:], atol=1e-5)
+    assert cache.get_seq_length() == 12
+
+
+def test_a_batch_of_unequal_prompts_is_each_alone() -> None:
+    made, short, long = model(), tokens(1, 5), tokens(1, 9, seed=1)
+    rows = torch.cat([torch.cat([torch.zeros(1, 4, dtype=torch.long), short], 1), long])
+    mask = (rows != 0).long()
+    both = made.generate(rows, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(both[0, 9:], made.generate(short, max_new_tokens=6, do_sample=False)[0, 5:])
+    assert torch.equal(both[1], made.generate(long, max_new_tokens=6, do_sample=False)[0])
+    flipped = torch.cat([torch.cat([short, torch.zeros(1, 4, dtype=torch.long)], 1), long])
+    right = made(flipped, attention_mask=(flipped != 0).long()).logits
+    assert torch.allclose(right[0, :5], made(short).logits[0], atol=1e-6)
+
+
+def test_a_cache_goes_on_forks_and_becomes_a_memory() -> None:
+    made, text = model(("sko", "ska(power=1)")), tokens(1, 12)
+    whole = made(text).logits
+    cache = made(text[:, :7], use_cache=True).past_key_values
+    fork = cache.fork()
+    assert torch.allclose(made(text[:, 7:], past_key_values=cache).logits, whole[:, 7:], atol=1e-5)
+    one = [made(text[:, [i]], past_key_values=fork).logits for i in range(7, 12)]
+    assert torch.allclose(torch.cat(one, 1), whole[:, 7:], atol=1e-5)
+    restarted = hf.ZonalCache(made(text[:, :7], use_cache=True).past_key_values.memory())
+    assert torch.allclose(made(text[:, 7:], past_key_values=restarted).logits, whole[:, 7:], atol=1e-5)
+    restarted.batch_repeat_interleave(3)
+    assert restarted.batch_size == 3
+
+
+def test_the_cache_does_not_grow() -> None:
+    made = model(("squared_affine", "ska(power=1)"))
+    sizes = [made(tokens(1, n), use_cache=True).past_key_values.memory().nbytes for n in (8, 64)]
+    assert sizes[0] == sizes[1]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    made, first, second = model(), tokens(1, 5), tokens(1, 9, seed=1)
+    row = torch.cat([first, second], 1)
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    packed = made(row, position_ids=positions).logits
+    assert torch.allclose(packed[:, :5], made(first).logits, atol=1e-6)
+    assert torch.allclose(packed[:, 5:], made(second).logits, atol=1e-6)
+    two = made(row.repeat(2, 1), position_ids=positions.repeat(2, 1), output_hidden_states=True)
+    assert torch.allclose(two.logits[1], packed[0], atol=1e-6)
+    assert [state.shape for state in two.hidden_states] == [(2, 14, 32)] * 3
+    with pytest.raises(ArgumentError, match="go on by one"):
+        made(row, position_ids=2 * torch.arange(14)[None])
+    with pytest.raises(ArgumentError, match="begin afresh and take no cache"):
+        made(row, position_ids=positions, past_key_values=hf.ZonalCache())
+
+
+@pytest.mark.parametrize("residual", ["pre", "dense"])
+def test_checkpointed_gradients_are_the_same(residual: str) -> None:
+    made = model(("sko", "ska(power=1)"), residual=residual).train()
+    gradients = []
+    for checkpointed in (False, True):
+        made.zero_grad()
+        if checkpointed:
+            made.activation_checkpointing_enable({"use_reentrant": False})
+        made(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
+        gradients.append([weight.grad.clone() for weight in made.parameters()])
+    assert all(torch.allclose(*pair, atol=1e-7) for pair in zip(*gradients, strict=True))
+    if residual == "dense":
+        made.activation_checkpointing_enable({"use_reentrant": True})
+        with pytest.raises(ArgumentError, match="use_reentrant=False"):
+            made(tokens(2, 9))
+
+
+def test_the_trainer_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(24, 12)]
+
+    def trainer(steps: int) -> Trainer:
+        settings = TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            learning_rate=1e-2, save_steps=3, logging_steps=3, report_to=[], use_cpu=True, bf16=True, seed=0,
+            disable_tqdm=True,
+        )  # fmt: skip
+        return Trainer(model(("sko", "ska(power=1)")), settings, train_dataset=rows)
+
+    whole = trainer(6)
+    whole.train()
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[0] > losses[1]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    resumed = trainer(6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    assert torch.equal(again(tokens(2, 9)).logits, trained(tokens(2, 9)).logits)
+    assert not torch.equal(again(tokens(2, 9)).logits, model(("sko", "ska(power=1)"))(tokens(2, 9)).logits)
+
+
+def test_a_resized_vocabulary() -> None:
+    made = model()
+    before = made(tokens(1, 6)).logits
+    made.resize_token_embeddings(120)
+    assert made.config.vocab_size == 120
+    assert made(tokens(1, 6)).logits.shape == (1, 6, 120)
+    assert torch.allclose(made(tokens(1, 6)).logits[..., :97], before, atol=1e-6)
+    assert made.native().config.vocab_size == 120
+
+
+def test_initial_weights_follow_the_global_seed() -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(AutoModel.from_config(hf.ZonalConfig(vocab_size=97, dim=32, layers="sko*2", heads=2)))
+    first, same, other = (each.core.embedding.weight for each in drawn)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_by_a_sentence() -> None:
+    made, text = model(), tokens(2, 6)
+    with pytest.raises(ArgumentError, match="output_attentions is not available"):
+        made(text, output_attentions=True)
+    with pytest.raises(ArgumentError, match=r"attention_mask must be \(batch, tokens\) = \(2, 6\)"):
+        made(text, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ArgumentError, match="one of input_ids and inputs_embeds"):
+        made()
+    foreign = DynamicCache()
+    foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
+    with pytest.raises(ArgumentError, match="must be a ZonalCache of this model"):
+        made(text, past_key_values=foreign)
+    cache = made(text, use_cache=True).past_key_values
+    with pytest.raises(ArgumentError, match="of 2 sequences, and the call is of 2 layers and 1 sequences"):
+        made(text[:1], past_key_values=cache)
+    with pytest.raises(ArgumentError, match="activate_past_recording"):
+        cache.crop(-1)
+    with pytest.raises(ArgumentError, match="cache_implementation is for keys and values"):
+        made.generate(text, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ArgumentError, match="causal=True is required"):
+        hf.ZonalForCausalLM(hf.ZonalConfig(causal=False))
+    with pytest.raises(ArgumentError, match="silent_tokens"):
+        hf.ZonalConfig(silent_tokens=[3])
+    with pytest.raises(ArgumentError, match="heads"):
+        hf.ZonalConfig(dim=30, heads=4)

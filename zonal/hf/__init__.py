@@ -1,0 +1,48 @@
+"""This library in transformers: its models as classes of transformers, and its memories as caches.
+
+Importing this package registers the models with the Auto classes, so that ``AutoModelForCausalLM.from_pretrained``
+reads what they saved. The package transformers is required.
+"""
+
+try:
+    import transformers as _  # noqa: F401 (said in a sentence if it is missing)
+except ImportError as error:
+    raise ImportError(f"zonal.hf: the package transformers is required ({error}). pip install 'zonal[hf]'") from error
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+
+from zonal.hf.cache import ZonalCache
+from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
+from zonal.hf.modeling import (
+    ZonalForCausalLM,
+    ZonalForImageClassification,
+    ZonalForMaskedLM,
+    ZonalForSequenceClassification,
+    ZonalModel,
+)
+
+AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
+AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)
+AutoModel.register(ZonalConfig, ZonalModel)
+AutoModelForCausalLM.register(ZonalConfig, ZonalForCausalLM)
+AutoModelForMaskedLM.register(ZonalConfig, ZonalForMaskedLM)
+AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassification)
+AutoModelForImageClassification.register(ZonalVisionConfig, ZonalForImageClassification)
+
+__all__ = [
+    "ZonalCache",
+    "ZonalConfig",
+    "ZonalForCausalLM",
+    "ZonalForImageClassification",
+    "ZonalForMaskedLM",
+    "ZonalForSequenceClassification",
+    "ZonalModel",
+    "ZonalVisionConfig",
+]

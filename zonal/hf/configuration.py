@@ -1,0 +1,166 @@
+"""Configs of the models for transformers: the shape of a model of this library, in a config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedConfig
+
+from zonal.errors import ArgumentError
+from zonal.models.config import ModelConfig
+from zonal.models.encoder import VisionConfig
+
+_SHAPE = tuple(field.name for field in dataclasses.fields(ModelConfig))
+_IMAGE_SHAPE = tuple(field.name for field in dataclasses.fields(VisionConfig))
+# without arguments transformers expects a config that can be built: a small one
+_SMALL = {"vocab_size": 256, "dim": 64, "layers": ["softmax"] * 2, "heads": 4, "rotary": True}
+
+
+class ZonalConfig(PreTrainedConfig):
+    """The config of a language model or an encoder of text.
+
+    Args:
+        model: the fields of ``zonal.models.ModelConfig``, as ``ModelConfig.to_dict`` writes them. They can be given as
+            arguments of their own as well: ``ZonalConfig(vocab_size=50257, dim=256, layers="sko*4", heads=8)``.
+        causal: each token sees itself and earlier ones. False: an encoder, in which each token sees all.
+        use_cache: ``generate`` and ``forward`` keep a memory of the tokens.
+
+    ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim`` and
+    ``tie_word_embeddings`` are names of transformers for parts of ``model``.
+
+    Raises: ArgumentError for a shape that ``ModelConfig`` refuses, and for ``silent_tokens``.
+    """
+
+    model_type = "zonal"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    model: dict[str, Any] | None = None
+    causal: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    if TYPE_CHECKING:  # the fields of the shape, too, are arguments
+
+        def __init__(self, **others: Any) -> None: ...
+
+    def __post_init__(self, **others: Any) -> None:
+        given = {name: others.pop(name) for name in _SHAPE if name in others}
+        shape = dataclasses.replace(ModelConfig.from_dict(self.model or _SMALL), **given)
+        if shape.silent_tokens:
+            raise ArgumentError(
+                "ZonalConfig: silent_tokens are for zonal.models.CausalLM; transformers hands on embeddings, in which "
+                "they are not seen. Leave them out."
+            )
+        self.model = shape.to_dict()
+        super().__post_init__(**others)
+
+    @classmethod
+    def of(cls, shape: ModelConfig, options: Mapping[str, Any] | None = None) -> "ZonalConfig":
+        """The config of a model of this library. options: other arguments of ``ZonalConfig``, such as token ids."""
+        return cls(model=shape.to_dict(), **(options or {}))
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The shape as a value."""
+        return ModelConfig.from_dict(self.model or _SMALL)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shape.vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        self.model = dataclasses.replace(self.shape, vocab_size=size).to_dict()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shape.dim
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.shape.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.shape.heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.shape.kv_heads or self.shape.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape.size_of_head
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.shape.tie_embeddings
+
+    @tie_word_embeddings.setter
+    def tie_word_embeddings(self, tied: bool) -> None:
+        self.model = dataclasses.replace(self.shape, tie_embeddings=tied).to_dict()
+
+
+class ZonalVisionConfig(PreTrainedConfig):
+    """The config of an image classifier.
+
+    Args:
+        model: the fields of ``zonal.models.VisionConfig``. They can be given as arguments of their own as well:
+            ``ZonalVisionConfig(image=32, channels=3, layers="sko*4")``.
+
+    Raises: ArgumentError for a shape that ``VisionConfig`` refuses, or for another number of labels than of classes.
+    """
+
+    model_type = "zonal_vision"
+
+    model: dict[str, Any] | None = None
+
+    if TYPE_CHECKING:  # the fields of the shape, too, are arguments
+
+        def __init__(self, **others: Any) -> None: ...
+
+    def __post_init__(self, **others: Any) -> None:
+        given = {name: others.pop(name) for name in _IMAGE_SHAPE if name in others}
+        self.model = dataclasses.replace(VisionConfig.from_dict(self.model or {}), **given).to_dict()
+        labels = self.id2label if self.id2label is not None else others.get("num_labels")
+        count = labels if isinstance(labels, int) else None if labels is None else len(labels)
+        classes = self.model["classes"]
+        if count is not None and "classes" not in given and count != classes:
+            classes = self.model["classes"] = count
+        if count is not None and count != classes:
+            raise ArgumentError(
+                f"ZonalVisionConfig: classes and num_labels are one number, received classes={classes} and {count} "
+                "labels. Give one of them."
+            )
+        others["num_labels"] = classes
+        super().__post_init__(**others)
+
+    @property
+    def shape(self) -> VisionConfig:
+        """The shape as a value."""
+        return VisionConfig.from_dict(self.model or {})
+
+    @property
+    def image_size(self) -> int:
+        return self.shape.image
+
+    @property
+    def num_channels(self) -> int:
+        return self.shape.channels
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shape.dim
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.shape.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.shape.heads
+
+
+__all__ = ["ZonalConfig", "ZonalVisionConfig"]

@@ -1,0 +1,443 @@
+"""The models of this library for transformers: classes for generate, Trainer, PEFT, pipelines and the Auto classes."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from zonal.errors import ArgumentError
+from zonal.hf.cache import ZonalCache
+from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
+from zonal.models.causal_lm import CausalLM
+from zonal.models.config import ModelConfig
+from zonal.models.encoder import VisionEncoder
+from zonal.models.text_encoder import TextEncoder
+from zonal.nn import Block, Records
+
+
+class ZonalPreTrainedModel(PreTrainedModel):
+    """What all models here share: config, initial weights, gradient checkpointing of blocks."""
+
+    config_class = ZonalConfig
+    config: ZonalConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["CheckpointedBlock"]
+    _keep_in_fp32_modules_strict: ClassVar = ["operator"]
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw all weights from torch's global generator, but for those that a file gave."""
+        for module in self.modules():
+            if isinstance(module, CausalLM | TextEncoder | VisionEncoder):
+                drawn = type(module)(module.config).state_dict()  # type: ignore[arg-type]
+                for name, value in module.state_dict(keep_vars=True).items():
+                    if not getattr(value, "_is_hf_initialized", False):
+                        value.copy_(drawn[name])
+        super().initialize_weights()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the weights of a head; transformers asks for each module of the model."""
+        if isinstance(module, nn.Linear) and module in (getattr(self, "lm_head", None), getattr(self, "score", None)):
+            init.normal_(module.weight, std=self.config.shape.init_std)
+
+
+class CheckpointedBlock(Block, GradientCheckpointingLayer):
+    """A block that transformers can checkpoint: its activations are then computed again in the backward pass."""
+
+    _gradient_checkpointing_func: functools.partial[Any]  # given by transformers with its settings
+
+    def __call__(self, records: Tensor | Records, *inputs: Any, **others: Any) -> Any:
+        checkpointed = self.gradient_checkpointing and self.training
+        if checkpointed and isinstance(records, tuple) and self._gradient_checkpointing_func.keywords["use_reentrant"]:
+            raise ArgumentError(
+                "ZonalModel: with residual='dense' a block reads a tuple of tensors, whose gradients a reentrant "
+                "checkpoint loses. Enable checkpointing with use_reentrant=False."
+            )
+        return super().__call__(records, *inputs, **others)
+
+
+class Decoder(CausalLM):
+    """The decoder, of such blocks."""
+
+    block = CheckpointedBlock
+
+
+class Encoder(TextEncoder):
+    """The encoder, of such blocks."""
+
+    block = CheckpointedBlock
+
+
+class ZonalModel(ZonalPreTrainedModel):
+    """Embedding, residual blocks and norm, without a head: ``AutoModel``.
+
+    With ``config.causal`` it is the decoder ``zonal.models.CausalLM``, else the encoder ``zonal.models.TextEncoder``.
+    """
+
+    def __init__(self, config: ZonalConfig) -> None:
+        super().__init__(config)
+        shape = ModelConfig.from_dict({**config.shape.to_dict(), "tie_embeddings": True})  # the head is the face's own
+        self.core: Decoder | Encoder = Decoder(shape) if config.causal else Encoder(shape)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.core.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.core.embedding = value
+        self.core.config = ModelConfig.from_dict({**self.core.config.to_dict(), "vocab_size": value.num_embeddings})
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ZonalCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens.
+
+        Args:
+            input_ids: (B, T). Or ``inputs_embeds``: (B, T, dim).
+            attention_mask: (B, T), nonzero for a real token, or (B, S) with the S − T tokens of the cache before it.
+            position_ids: (B, T). Documents are packed into a row where positions start again from 0: no token sees
+                another document. Other positions are those of the tokens, and need not be given.
+            past_key_values: a ``ZonalCache``, changed in place; an empty cache of transformers is replaced by one.
+            use_cache: return a cache.
+            output_hidden_states: return the embedding, the output of each block but the last, and the last hidden
+                state.
+
+        Raises: ArgumentError for a mask, cache or positions that do not fit, and for ``output_attentions``.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ArgumentError(
+                "ZonalModel: output_attentions is not available; operators do not make the matrix of weights. "
+                "model.core.blocks[i].attention.weights(x) computes it for one layer."
+            )
+        x = self.core.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
+        offsets = None if real is not None or position_ids is None else document_offsets(position_ids, x)
+        if offsets is not None and past_key_values is not None:
+            raise ArgumentError(
+                "ZonalModel: packed documents (position_ids that start again from 0) begin afresh and take no cache. "
+                "Leave past_key_values out."
+            )
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if offsets is not None:
+            cache = None
+            hidden, states = self._blocks(x.flatten(0, 1)[None], bool(wanted), {"cu_seqlens": offsets})
+            hidden, states = hidden.view_as(x), tuple(state.view_as(x) for state in states)
+        elif cache is None:
+            hidden, states = self._blocks(x, bool(wanted), {"key_padding_mask": real})
+        else:
+            hidden, states = self._after(cache, x, real, bool(wanted))
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=cache, hidden_states=states if wanted else None
+        )
+
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> ZonalCache | None:
+        """The cache to read after and to fill, or None."""
+        if isinstance(given, ZonalCache):
+            return given
+        if given is not None and given.get_seq_length():
+            raise ArgumentError(
+                f"ZonalModel: past_key_values must be a ZonalCache of this model, received a {type(given).__name__} of "
+                f"{given.get_seq_length()} tokens. Leave it out, or read the tokens again."
+            )
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if not use_cache or not self.config.causal or (self.gradient_checkpointing and self.training):
+            return None
+        return ZonalCache() if given is not None or not self.training else None
+
+    def _real(self, mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
+        """Which of the tokens x are real, bool (B, T), or None if all are."""
+        if mask is None:
+            return None
+        batch, length = x.shape[:2]
+        if mask.shape not in ((batch, length), (batch, seen + length)):
+            raise ArgumentError(
+                f"ZonalModel: attention_mask must be (batch, tokens) = {(batch, length)}"
+                f"{f' or, with the {seen} tokens of the cache, {(batch, seen + length)}' if seen else ''}, nonzero for "
+                f"a real token, received {tuple(mask.shape)}. Operators apply causality and windows themselves."
+            )
+        real = mask[:, -length:].bool()
+        return None if bool(real.all()) else real
+
+    def _blocks(self, x: Tensor, wanted: bool, masks: dict[str, Tensor | None]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The last hidden state and, if wanted, those before it."""
+        core, records, states = self.core, (x,), []
+        for block in core.blocks.children():
+            states += [core.history(records)] if wanted else []
+            # a tensor where there is one record: reentrant checkpoints see gradients of tensors only
+            y = block(records[0] if len(records) == 1 else records, **masks)
+            records = core.history.kept(records, y)
+        hidden: Tensor = core.norm(core.history(records))
+        return hidden, (*states, hidden)
+
+    def _after(
+        self, cache: ZonalCache, x: Tensor, real: Tensor | None, wanted: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As ``_blocks``, after what is in the cache, which then holds x as well."""
+        core, tokens = self.core, x.shape[1]
+        assert isinstance(core, Decoder)
+        empty = functools.partial(core.empty_memory, x.shape[0], x.dtype, x.device)
+        pasts, x, real = cache.begin(x, real, len(core.blocks), empty)
+        records, states, after = (x,), [], []
+        for block, past in zip(core.blocks.children(), pasts, strict=True):
+            states += [core.history(records)[:, -tokens:]] if wanted else []
+            y, kept = block(records, past, key_padding_mask=real)
+            records = core.history.kept(records, y)
+            after.append(kept)
+        cache.end(after, tokens)
+        hidden = core.norm(core.history(records))[:, -tokens:]
+        return hidden, (*states, hidden)
+
+
+def document_offsets(position_ids: Tensor, x: Tensor) -> Tensor | None:
+    """The offsets (N + 1,) of the documents in rows of tokens one behind the other, for positions (B, T) that start
+    again from 0 with each document; None if each row is one document.
+
+    Raises: ArgumentError for positions that neither go on by one nor start again from 0.
+    """
+    positions = position_ids.expand(x.shape[:2])
+    starts = positions == 0
+    starts[:, 0] = True
+    if not bool((starts | (positions.diff(dim=1, prepend=positions[:, :1] - 1) == 1)).all()):
+        raise ArgumentError(
+            "ZonalModel: position_ids must go on by one, or start again from 0 with a new document. Tokens stand at "
+            "the positions at which they are read; leave position_ids out."
+        )
+    if int(starts.sum()) == len(starts):
+        return None
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
+
+
+class ZonalForCausalLM(ZonalPreTrainedModel, GenerationMixin):
+    """A language model of any operators: ``AutoModelForCausalLM``.
+
+    ``generate`` keeps a ``ZonalCache``: constant in size where the operators' memories are. Beams, assisted generation
+    and batches of unequal prompts, padded on the left, work as with other models.
+    """
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.core.embedding.weight"}
+
+    def __init__(self, config: ZonalConfig) -> None:
+        super().__init__(config)
+        if not config.causal:
+            raise ArgumentError(
+                "ZonalForCausalLM: a config with causal=True is required. An encoder is a ZonalForMaskedLM."
+            )
+        self.model = ZonalModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: CausalLM, options: Mapping[str, Any] | None = None) -> "ZonalForCausalLM":
+        """A model of this library with its weights, which are copied. options: arguments of ``ZonalConfig``."""
+        if model.config.silent_tokens:
+            ZonalConfig.of(model.config)
+        made = cls(ZonalConfig.of(model.config, options))
+        nn.Module.to(made, dtype=model.embedding.weight.dtype)
+        weights = {f"model.core.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
+        made.load_state_dict({**weights, "lm_head.weight": model._head_weight()})
+        return made
+
+    def native(self) -> CausalLM:
+        """The model of this library with these weights, which are copied."""
+        model = CausalLM(self.config.shape)
+        weights = dict(self.model.core.state_dict())
+        if model.head is not None:
+            weights["head.weight"] = self.lm_head.weight.detach()
+        model.to(self.dtype).load_state_dict(weights)
+        return model
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ZonalCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """As ``ZonalModel``, and these:
+
+        Args:
+            labels: (B, T), the tokens themselves, −100 where no prediction counts. The loss is of the next token.
+            logits_to_keep: only the logits of the last tokens, or of these positions. 0: of all.
+        """
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **others
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
+    ) -> None:
+        """``generate`` starts with this cache, and not with the one that it has for keys and values."""
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            if generation_config.cache_implementation is not None:
+                raise ArgumentError(
+                    "ZonalForCausalLM.generate: cache_implementation is for keys and values, received "
+                    f"{generation_config.cache_implementation!r}. Leave it out."
+                )
+            model_kwargs["past_key_values"] = ZonalCache()
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+
+
+class ZonalForMaskedLM(ZonalPreTrainedModel):
+    """An encoder of text that predicts masked tokens: ``AutoModelForMaskedLM``. Its config has ``causal=False``."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.core.embedding.weight"}
+
+    def __init__(self, config: ZonalConfig) -> None:
+        super().__init__(config)
+        if config.causal:
+            raise ArgumentError(
+                "ZonalForMaskedLM: a config with causal=False is required. A decoder is a ZonalForCausalLM."
+            )
+        self.model = ZonalModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,
+    ) -> MaskedLMOutput:
+        """As ``ZonalModel``. labels: (B, T), the token at each place, −100 where no prediction counts."""
+        outputs = self.model(input_ids, attention_mask, position_ids, None, inputs_embeds, **others)
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten().to(logits.device))
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class ZonalForSequenceClassification(ZonalPreTrainedModel):
+    """A decoder or encoder with a linear layer on one vector per text: ``AutoModelForSequenceClassification``.
+
+    The vector is that of the last real token of a decoder, and the mean over the real tokens of an encoder.
+    """
+
+    def __init__(self, config: ZonalConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels or 2
+        self.model = ZonalModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ZonalCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """As ``ZonalModel``. Without an attention_mask, tokens that are ``config.pad_token_id`` are padding.
+
+        labels: (B,) classes, or numbers for a regression; ``config.problem_type`` as in transformers.
+        """
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = input_ids != self.config.pad_token_id
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **others
+        )
+        hidden = outputs.last_hidden_state
+        batch, length = hidden.shape[:2]
+        real = hidden.new_ones(batch, length, dtype=torch.bool)
+        if attention_mask is not None:
+            real = attention_mask[:, -length:].bool()
+        if self.config.causal:
+            last = (torch.arange(length, device=hidden.device) * real).argmax(1)
+            pooled = hidden[torch.arange(batch, device=hidden.device), last]
+        else:
+            pooled = torch.where(real[..., None], hidden, 0).sum(1) / real.sum(1, keepdim=True).clamp_min(1)
+        logits = self.score(pooled)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, logits=logits[:, None], pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+
+class ZonalForImageClassification(ZonalPreTrainedModel):
+    """The vision transformer ``zonal.models.VisionEncoder``: ``AutoModelForImageClassification``."""
+
+    config_class = ZonalVisionConfig
+    config: ZonalVisionConfig  # type: ignore[assignment]
+    main_input_name = "pixel_values"
+    supports_gradient_checkpointing = False
+
+    def __init__(self, config: ZonalVisionConfig) -> None:
+        super().__init__(config)  # type: ignore[arg-type]
+        self.model = VisionEncoder(config.shape)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **others: Any) -> ImageClassifierOutput:
+        """Images (B, channels, image, image) -> logits (B, classes). labels: (B,)."""
+        logits = self.model(pixel_values.to(self.dtype))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.float(), labels.to(logits.device))
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+__all__ = [
+    "ZonalForCausalLM",
+    "ZonalForImageClassification",
+    "ZonalForMaskedLM",
+    "ZonalForSequenceClassification",
+    "ZonalModel",
+    "ZonalPreTrainedModel",
+    "document_offsets",
+]
