@@ -16,7 +16,7 @@ _MASKS = (
     "or key_bias for one number per key"
 )
 _LAYOUT = "tensors are (batch, heads, tokens, dim) here, and (batch, tokens, dim) for layers"
-_WEIGHTS = "the full matrix of weights is never computed; see zonal.nn.evidence and `zonal explain --model`"
+_WEIGHTS = "the full matrix of weights is never computed; see zonal.theory.heads and `zonal explain --model`"
 # (names in other libraries, names here, advice): the first name here that the call takes is suggested, else the advice
 _TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("is_causal use_causal_mask", ("causal",), "pass causal= to zonal.attention and to layers"),

@@ -13,7 +13,7 @@ from zonal import mechanisms
 from zonal.cli.app import main
 from zonal.cli.explain import _operations
 from zonal.nn import Attention
-from zonal.nn.evidence import forms
+from zonal.theory.heads import forms
 from zonal.training import load_model
 
 

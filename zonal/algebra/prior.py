@@ -385,6 +385,18 @@ def intervals_of(
     return Intervals(lo, hi.clamp_min(0), start, position)
 
 
+def relation(
+    priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True
+) -> Tensor:
+    """Which keys each query may see among ``tokens`` tokens, bool (T, T).
+
+    causal, include_self: used where the priors do not set them.
+    """
+    found = intervals_of(tokens, tokens, priors if isinstance(priors, tuple) else (priors,), causal, include_self)
+    place = torch.arange(tokens)
+    return (place >= found.lo[:, None]) & (place < found.hi[:, None])
+
+
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
     edges = cu_seqlens.detach().to("cpu", torch.int64)
@@ -415,5 +427,6 @@ __all__ = [
     "Visibility",
     "Window",
     "intervals_of",
+    "relation",
     "visibility",
 ]

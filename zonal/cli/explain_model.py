@@ -22,9 +22,9 @@ from zonal.cli.options import device
 from zonal.errors import ArgumentError
 from zonal.limits import Between
 from zonal.nn import Attention
-from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.report import heads as report
 from zonal.report.search import Grid
+from zonal.theory.heads import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.training import load_model
 
 

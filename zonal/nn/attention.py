@@ -10,7 +10,6 @@ from zonal.algebra import definition
 from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row, TopK
 from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
-from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
@@ -21,8 +20,8 @@ from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift
-from zonal.nn.memory import LayerDecoder, LayerMemory, Past
-from zonal.nn.mixer import TokenMixer
+from zonal.nn.memory import LayerMemory, Past
+from zonal.nn.mixer import Context, TokenMixer, real
 from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import document_positions
 from zonal.nn.rotary import Rotary
@@ -83,6 +82,8 @@ class Attention(TokenMixer):
             the valid names.
     """
 
+    merges = True
+
     def __init__(
         self,
         dim: int,
@@ -123,9 +124,8 @@ class Attention(TokenMixer):
         self.neighbours = resolved.score.deaths
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
-        self._starts = (
-            self.operator.score != resolved.score
-        )  # it was sized here: what it draws and how it starts is the layer's
+        # a score that was sized here starts as the layer's, and so does what it draws
+        self._starts = self.operator.score != resolved.score
         self.operator.score.check_values(head_dim)
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
@@ -145,9 +145,7 @@ class Attention(TokenMixer):
         self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
-        if (
-            isinstance(rotary, Rotary) and rotary.head_dim != qk_dim
-        ):  # shared with layers whose queries have another size
+        if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # of layers whose queries have another size
             rotary = Rotary(qk_dim, rotary.base)
         self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
@@ -210,16 +208,9 @@ class Attention(TokenMixer):
         only the output projection is zero, and the others are drawn as usual.
         """
         self._reset_projections(draws)
-        for name, gate in (
-            ("decay_gate", self.decay_gate),
-            ("key_gate", self.key_gate),
-            ("query_mass", self.query_mass),
-            ("key_mass", self.key_mass),
-        ):
-            if gate is not None:
-                gate.reset_parameters(draws.child(name))
-        if self.convolution is not None:
-            self.convolution.reset_parameters(draws.child("convolution"))
+        for name in ("decay_gate", "key_gate", "query_mass", "key_mass", "convolution"):
+            if (part := getattr(self, name)) is not None:
+                part.reset_parameters(draws.child(name))
         entry = self._entry(draws.std)
         if self.lift is not None:  # μ starts at the mean of |k_j|²
             self.lift.reset_parameters(draws.child("lift"), mean=2 * entry**2)
@@ -252,104 +243,49 @@ class Attention(TokenMixer):
         if self.key_norm is not None:
             return 1.0
         size = std * self.dim**0.5 if self.init == "default" else 1.0
-        return (
-            size if self.convolution is None else size * 3**-0.5
-        )  # its weights are drawn from U(-1/sqrt(w), 1/sqrt(w))
+        # weights of a convolution are drawn from U(-1/sqrt(w), 1/sqrt(w))
+        return size if self.convolution is None else size * 3**-0.5
 
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
-        dtype = dtype or self.query.weight.dtype
-        device = torch.device(device) if device is not None else self.query.weight.device
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        memory = Memory.empty(self.operator, batch, self.kv_heads, self.key_dim, self.head_dim, dtype, device)
         return LayerMemory(
-            memory=Memory.empty(self.operator, batch, self.kv_heads, self.key_dim, self.head_dim, dtype, device),
-            tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
+            memory, None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device)
         )
 
     def learned(self) -> dict[str, Any]:
         """The learned quantities of the operator, as plain lists."""
         return self.operator.learned()
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Past | None = None,
-        *,
-        return_memory: bool = False,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-        action_mask: Tensor | None = None,
-        mass: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Past]:
-        """Apply the layer. Arguments, result and errors are those of ``TokenMixer.forward``, and these:
-
-        Args:
-            action_mask: bool (B, T). A token with False reads but is not stored. Only for ridge and Koopman read-outs.
-            mass: (B, T), at least 0: the number of equal tokens that each token stands for (see ``zonal.nn.Merged``),
-                with 0 for padding. Only for bidirectional layers without positions.
-        """
-        memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        key_bias = None
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+        mass, score, key_bias = context.mass, self.operator.score, None
         if mass is not None:
-            self._check_mass(x, mass, memory, key_padding_mask, cu_seqlens)
-            key_padding_mask = mass > 0
-            if not isinstance(
-                self.operator.anchor, PlanAnchor
-            ):  # whose reference is mu nu^T K: its masses count tokens
-                key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
-        x = self._real(x, key_padding_mask)
-        q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
-        score = self.operator.score
+            self._check_mass(x, mass, context)
+            there = mass > 0
+            x, context = real(x, there), context._replace(key_padding_mask=there)
+            # a plan's reference is mu nu^T K: its masses count tokens
+            if not isinstance(self.operator.anchor, PlanAnchor):
+                key_bias = mass.masked_fill(~there, 1).log()[:, None].expand(-1, self.kv_heads, -1)
+        q, k, v, inner, tail = self._projected(x, context)
         if score.transports:
             v = score.carried(v, k)
-        query_mass, key_mass = self._masses(inner, mass if mass is not None else key_padding_mask)
-        log_decay = None if self.decay_gate is None else self.decay_gate(inner)
-        key_gate = None if self.key_gate is None else self.key_gate(inner)
-        if isinstance(memory, LayerDecoder):
-            y = memory.decoder.step(
-                q,
-                k,
-                v,
-                key_padding_mask=key_padding_mask,
-                log_decay=log_decay,
-                action_mask=action_mask,
-                key_gate=key_gate,
-            )
-            result = y, memory.decoder
-        else:
-            result = attention(
-                q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-                path=path, memory=None if memory is None else memory.memory, log_decay=log_decay,
-                action_mask=action_mask, key_gate=key_gate, key_bias=key_bias, query_mass=query_mass, key_mass=key_mass,
-            )  # fmt: skip
-        if memory is None:
-            assert isinstance(result, Tensor)
-            if mass is not None and isinstance(
-                self.operator.anchor, Count
-            ):  # which has divided by the number of buckets
-                result = result * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(result)[:, None, None, None]
-            return self._read_out(score.carried(result, q, back=True) if score.transports else result)
-        assert isinstance(result, tuple)  # a pair, since a memory was given
-        y, absorbed = result
+        query_mass, key_mass = self._masses(inner, mass if mass is not None else context.key_padding_mask)
+        y, absorbed = self._attend(
+            q, k, v, context, log_decay=None if self.decay_gate is None else self.decay_gate(inner), key_bias=key_bias,
+            key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
+        )  # fmt: skip
+        if mass is not None and isinstance(self.operator.anchor, Count):  # which has divided by the number of buckets
+            y = y * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(y)[:, None, None, None]
         y = score.carried(y, q, back=True) if score.transports else y
-        return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
+        return self._read_out(y), context.after(absorbed, tail, x.shape[1])
 
-    def _check_mass(
-        self,
-        x: Tensor,
-        mass: Tensor,
-        memory: Past | None,
-        key_padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> None:
+    def _check_mass(self, x: Tensor, mass: Tensor, context: Context) -> None:
         """Raise ArgumentError for masses that this layer cannot use."""
 
         def refuse(reason: str) -> ArgumentError:
             return ArgumentError(f"nn.Attention: {reason}")
 
-        if self.causal or memory is not None or any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior):
+        ordered = any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior)
+        if self.causal or context.before is not None or ordered:
             raise refuse(
                 "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier "
                 "tokens would read through it. Use causal=False, or do not merge."
@@ -360,38 +296,28 @@ class Attention(TokenMixer):
                 f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. "
                 "Use one of those anchors, or do not merge."
             )
-        if (
-            self.operator.prior
-            or self.rotary is not None
-            or self.convolution is not None
-            or self.neighbours
-            or cu_seqlens is not None
-        ):
+        placed = self.operator.prior or self.neighbours or self.rotary is not None or self.convolution is not None
+        if placed or context.cu_seqlens is not None:
             raise refuse(
                 "a bucket of tokens (mass) has no single position, which rotary positions, a short convolution, "
                 "neighbourhoods, packed documents and position priors need. "
                 "Add positions to the input of the first layer instead, or do not merge."
             )
-        if mass.shape != x.shape[:2] or not mass.is_floating_point() or key_padding_mask is not None:
-            given = (
-                "a key_padding_mask as well"
-                if key_padding_mask is not None
-                else f"{mass.dtype} of shape {tuple(mass.shape)}"
-            )
+        masked = context.key_padding_mask is not None
+        if mass.shape != x.shape[:2] or not mass.is_floating_point() or masked:
+            given = "a key_padding_mask as well" if masked else f"{mass.dtype} of shape {tuple(mass.shape)}"
             raise refuse(
                 f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a "
                 f"key_padding_mask, received {given}."
             )
 
-    def _projected(
-        self, x: Tensor, memory: Past | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _projected(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head, what they were made from, and the convolution's tail."""
         tail = None
         inner = x
         if self.convolution is not None:
             inner, tail = self.convolution(
-                x, None if memory is None else memory.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+                x, context.tail, key_padding_mask=context.key_padding_mask, cu_seqlens=context.cu_seqlens
             )
         q = self._split(self.query(inner), self.heads)
         k = self._split(self.key(inner), self.kv_heads)
@@ -399,12 +325,12 @@ class Attention(TokenMixer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            positions = self._positions(x.shape[1], memory, key_padding_mask, cu_seqlens)
+            positions = self._positions(x.shape[1], context)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.lift is not None:
             q, k = self.lift(q), self.lift(k)
         if self.neighbours:
-            q, k = self._with_deaths(q, k, memory, key_padding_mask, cu_seqlens)
+            q, k = self._with_deaths(q, k, context)
         return q, k, v, inner, tail
 
     def _masses(self, inner: Tensor, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -421,22 +347,15 @@ class Attention(TokenMixer):
             found.append(mass)
         return found[0], found[1]
 
-    def _with_deaths(
-        self,
-        q: Tensor,
-        k: Tensor,
-        memory: Past | None,
-        key_padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _with_deaths(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
         earlier = None
-        if memory is not None:
-            past = memory.memory
+        if context.before is not None:
+            past = context.before.memory
             assert isinstance(past, KeyValues)  # of a distance, which is no dot product
-            held = past.tokens
-            earlier = Earlier(held.k[..., : k.shape[-1]], held.mask)
-        found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+            earlier = Earlier(past.tokens.k[..., : k.shape[-1]], past.tokens.mask)
+        mask, cu_seqlens = context.key_padding_mask, context.cu_seqlens
+        found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=mask, cu_seqlens=cu_seqlens)
         return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
 
     def stored_keys(
@@ -445,8 +364,8 @@ class Attention(TokenMixer):
         """The keys of x (B, T, dim) as the memory of the operator stores them, (B, Hkv, T, r): prepared by the score,
         multiplied by their gate, and zero for tokens that are not stored.
         """
-        x = self._real(x, key_padding_mask)
-        _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
+        x = x if key_padding_mask is None else real(x, key_padding_mask)
+        _, k, v, inner, _ = self._projected(x, Context(key_padding_mask=key_padding_mask))
         k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
         k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))
         return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
@@ -483,15 +402,14 @@ class Attention(TokenMixer):
         repeated for its query heads, and transformed if the score transforms values.
         """
         with torch.no_grad():
-            call = self.called(x)
-            return dense.dense(call)
+            return dense.dense(self.called(x))
 
     @torch.no_grad()
     def called(self, x: Tensor) -> Call:
         """The call of the operator on x (B, T, dim) in float64, with the gates and masses of the layer, and with the
         unit vectors of R^T as values.
         """
-        q, k, _, inner, _ = self._projected(x, None, None, None)
+        q, k, _, inner, _ = self._projected(x, Context())
         units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
         query_mass, key_mass = self._masses(inner, None)
         call = prepare(
@@ -505,15 +423,13 @@ class Attention(TokenMixer):
         """(B, T, heads · d) -> (B, heads, T, d)."""
         return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
-    def _positions(
-        self, length: int, memory: Past | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Tensor | int:
+    def _positions(self, length: int, context: Context) -> Tensor | int:
         """Positions count real tokens only, so that padding shifts nothing."""
-        start = 0 if memory is None else memory.position
-        if cu_seqlens is not None:
-            return document_positions(cu_seqlens, length)
-        if key_padding_mask is not None:
-            within = key_padding_mask.cumsum(dim=1) - 1
+        start = 0 if context.before is None else context.before.position
+        if context.cu_seqlens is not None:
+            return document_positions(context.cu_seqlens, length)
+        if context.key_padding_mask is not None:
+            within = context.key_padding_mask.cumsum(dim=1) - 1
             return within.clamp(min=0) + (start[:, None] if isinstance(start, Tensor) else start)
         if isinstance(start, Tensor):
             return start[:, None] + torch.arange(length, device=start.device)

@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from zonal.errors import ArgumentError, unknown_name
+from zonal.errors import unknown_name
 from zonal.names import known_names
-from zonal.nn.attention import Attention
 from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
@@ -84,17 +83,14 @@ class Block(nn.Module):
 
     def mixing(self, update: Callable[[Tensor], Any] | None = None) -> Stage:
         """The first stage. update: another call of the attention; None: the attention of the block."""
-        return self._stage(
-            self.attention if update is None else update, self.history, self.attention_norm, self.attention_gate
-        )
+        update = self.attention if update is None else update
+        return self._stage(update, self.history, self.attention_norm, self.attention_gate)
 
     def feeding(self) -> Stage | None:
         """The second stage, or None without an mlp."""
-        return (
-            None
-            if self.mlp is None or self.mlp_norm is None
-            else self._stage(self.mlp, LATEST, self.mlp_norm, self.mlp_gate)
-        )
+        if self.mlp is None or self.mlp_norm is None:
+            return None
+        return self._stage(self.mlp, LATEST, self.mlp_norm, self.mlp_gate)
 
     def _stage(
         self, update: Callable[[Tensor], Any], memory: Latest | DenseSkip, norm: RMSNorm, gate: GatedResidual | None
@@ -121,31 +117,22 @@ class Block(nn.Module):
             x: (B, T, dim), or a tuple of all records so far.
             action_mask: bool (B, T). A ridge or Koopman read-out reads a token with False but does not store it. Other
                 mixers ignore it.
-            memory, return_memory, key_padding_mask, cu_seqlens, path: as in ``TokenMixer.forward``.
-            mass: as in ``Attention.forward``.
+            memory, return_memory, key_padding_mask, cu_seqlens, path, mass: as in ``TokenMixer.forward``.
 
         Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
 
         Raises:
             ArgumentError: shapes do not fit, or mass is given to a mixer other than ``Attention``.
         """
-        mixer = self.attention
-        if mass is not None:
-            if not isinstance(mixer, Attention):
-                raise ArgumentError(
-                    "nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a "
-                    f"{type(mixer).__name__}. Merge nothing before it."
-                )
-            mixer = functools.partial(mixer, mass=mass)
-        if action_mask is not None and self.attention.chooses:
-            mixer = functools.partial(mixer, action_mask=action_mask)
         call = functools.partial(
-            mixer,
+            self.attention,
             memory=memory,
             return_memory=return_memory,
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
             path=path,
+            action_mask=action_mask if self.attention.chooses else None,
+            mass=mass,
         )
         result = self.mixing(call)(x)
         y, *after = result if isinstance(result, tuple) else (result,)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from zonal.errors import ArgumentError
 from zonal.nn.initialise import Draws
 from zonal.nn.norm import accumulation_dtype
-from zonal.theory.update import Conditional
 
 
 class MixtureOfExperts(nn.Module):
@@ -83,9 +82,9 @@ class MixtureOfExperts(nn.Module):
 
     def dense(self, x: Tensor) -> Tensor:
         """The definition, which runs every expert on every token. x (..., dim) -> (..., dim)."""
-        shares = Conditional(self.shares(x))
+        shares = self.shares(x)
         values = torch.stack([self._expert(x, each) for each in range(self.experts)], -2)
-        return shares(values.to(shares.weights.dtype)).to(x.dtype)
+        return (shares[..., None, :] @ values.to(shares.dtype))[..., 0, :].to(x.dtype)
 
     def _expert(self, x: Tensor, each: int) -> Tensor:
         return F.linear(F.silu(F.linear(x, self.gate[each])) * F.linear(x, self.up[each]), self.down[each])

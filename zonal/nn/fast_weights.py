@@ -11,18 +11,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError, PathError
-from zonal.memory import DecayedSums, Memory
+from zonal.memory import DecayedSums
 from zonal.memory.sums import carried
 from zonal.memory.tokens import Tokens
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.fading import RESET
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import TokenMixer
+from zonal.nn.mixer import Context, TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, ssd
 
 _BLOCK = 64
+
+
+class Step(NamedTuple):
+    """What the recurrence of a layer is given: q, k (B, H, T, N), v (B, H, T, P), how strongly each token is written
+    (B, H, T, 1), log decays (B, H, T), the inputs of all gates (B, H, T) each, the matrix before the first token, and
+    the tokens of a block.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    write: Tensor
+    log_decay: Tensor
+    raw: Sequence[Tensor]
+    state: Tensor
+    size: int
 
 
 class Mixed(NamedTuple):
@@ -84,18 +100,8 @@ class FastWeights(TokenMixer):
         """
 
     @abc.abstractmethod
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        write: Tensor,
-        log_decay: Tensor,
-        raw: Sequence[Tensor],
-        state: Tensor,
-        size: int,
-    ) -> Mixed:
-        """The recurrence in blocks of ``size``. write: (B, H, T, 1)."""
+    def _recur(self, step: Step) -> Mixed:
+        """The recurrence in blocks."""
 
     # --- what they share --------------------------------------------------------------------------------------------
 
@@ -107,46 +113,19 @@ class FastWeights(TokenMixer):
         self.norm.reset_parameters()
         self._reset_gates(draws)
 
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
-        dtype = dtype or self.input.weight.dtype
-        device = torch.device(device) if device is not None else self.input.weight.device
-        statistics = torch.promote_types(dtype, torch.float32)
-        sums = Memory.empty(
-            self.operator, batch, self.sizes.heads, self.sizes.state, self.columns, statistics, device, kind="decayed"
-        )
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        sums = self.sizes.empty_memory(self.operator, batch, dtype, device, self.columns)
         return LayerMemory(sums, self.convolution.empty_tail(batch, dtype, device))
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Past | None = None,
-        *,
-        return_memory: bool = False,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> Tensor | tuple[Tensor, Past]:
-        """Run the recurrence.
-
-        Arguments, result and errors are those of ``TokenMixer.forward``.
-
-        Raises:
-            PathError: ``path`` is not one of those above.
-        """
-        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+        before, key_padding_mask, cu_seqlens, path = context[:4]
         size = self._block(path, x.shape[1])
-        x = self._real(x, key_padding_mask)
         mixed, gate, raw = self.input(x).split(self.parts, dim=2)
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)
         state = self._state(before, x.shape[0], dtype)
         passed, values = mixed.split([self.convolution.dim, mixed.shape[2] - self.convolution.dim], dim=2)
-        passed, tail = self.convolution(
-            passed, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
-        )
+        passed, tail = self.convolution(passed, context.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         with torch.autocast(x.device.type, enabled=False):
             passed = torch.cat([passed, values], 2) if values.shape[2] else passed
             q, k, v = self._by_head(passed.to(dtype))
@@ -157,16 +136,16 @@ class FastWeights(TokenMixer):
                 log_decay, write = log_decay * key_padding_mask[:, None], write * key_padding_mask[:, None]
             if cu_seqlens is not None:  # nothing is left at the first token of a document
                 log_decay = log_decay.index_fill(2, cu_seqlens[:-1].to(x.device, torch.int64), RESET)
-            mixed = self._mix(q, k, v, write.unsqueeze(-1), log_decay, gates, state, size)
+            mixed = self._recur(Step(q, k, v, write.unsqueeze(-1), log_decay, gates, state, size))
             y = self.norm(mixed.y).transpose(1, 2).flatten(2)
             y = y * F.silu(gate.to(dtype)) if self.gated else y
         y = self.output(y.to(gate.dtype))
         if before is None:
-            return y
+            return y, None
         held, written = before.memory, Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
         assert isinstance(held, DecayedSums)
         absorbed = held.recorded(carried(held, mixed.state, written), written)
-        return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
+        return y, context.after(absorbed, tail, x.shape[1])
 
     def _block(self, path: str, length: int) -> int:
         sizes = {"auto": _BLOCK, "chunked": _BLOCK, "streaming": 1, "dense": length}
@@ -174,8 +153,8 @@ class FastWeights(TokenMixer):
             known = path in ("tiled", "sparse")
             error = PathError if known else ArgumentError
             raise error(
-                f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass "
-                "path='auto'."
+                f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. "
+                "Pass path='auto'."
             )
         return min(sizes[path], length)
 
@@ -190,12 +169,10 @@ class FastWeights(TokenMixer):
         return q, k, v.unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
 
     def _state(self, before: Past | None, batch: int, dtype: torch.dtype) -> Tensor:
+        wanted = (self.sizes.heads, self.sizes.state, self.columns)
         if before is None:
-            return torch.zeros(
-                batch, self.sizes.heads, self.sizes.state, self.columns, dtype=dtype, device=self.input.weight.device
-            )
-        held, wanted = before.memory, (self.sizes.heads, self.sizes.state, self.columns)
-        form = held.form
+            return torch.zeros(batch, *wanted, dtype=dtype, device=self.input.weight.device)
+        held, form = before.memory, before.memory.form
         if not isinstance(held, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
             raise ArgumentError(
                 f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this "
@@ -214,4 +191,4 @@ class FastWeights(TokenMixer):
         return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}"
 
 
-__all__ = ["FastWeights", "Mixed"]
+__all__ = ["FastWeights", "Mixed", "Step"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.nn.fading import Decays, cut, uncut
-from zonal.nn.fast_weights import FastWeights, Mixed
+from zonal.nn.fast_weights import FastWeights, Mixed, Step
 from zonal.nn.initialise import Draws
 from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 
@@ -65,19 +65,9 @@ class GatedDeltaNet(FastWeights):
         rate, bias = (parameter.to(raw[0].dtype).unsqueeze(-1) for parameter in (self.log_rate.exp(), self.step_bias))
         return -rate * F.softplus(raw[0] + bias), raw[1].sigmoid()
 
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        write: Tensor,
-        log_decay: Tensor,
-        raw: Sequence[Tensor],
-        state: Tensor,
-        size: int,
-    ) -> Mixed:
-        y, state, added = delta_rule(q, k, v, write, log_decay, state, size)
-        return Mixed(y * q.shape[-1] ** -0.5, state, k, added)
+    def _recur(self, step: Step) -> Mixed:
+        y, state, added = delta_rule(step.q, step.k, step.v, step.write, step.log_decay, step.state, step.size)
+        return Mixed(y * step.q.shape[-1] ** -0.5, state, step.k, added)
 
 
 def delta_rule(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
-from zonal.nn.fast_weights import FastWeights, Mixed
+from zonal.nn.fast_weights import FastWeights, Mixed, Step
 from zonal.nn.initialise import Draws
 from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 from zonal.nn.solvers import chebyshev, solution
@@ -92,22 +92,12 @@ class GatedKalmaNet(FastWeights):
         )
         return -rate * F.softplus(raw[0] + step), (raw[1] + write).sigmoid()
 
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        write: Tensor,
-        log_decay: Tensor,
-        raw: Sequence[Tensor],
-        state: Tensor,
-        size: int,
-    ) -> Mixed:
-        keys = write * k
-        values = torch.cat([keys, write * v], -1)
-        sums = FadingSums.of(keys, values, log_decay, state, size)
-        share = (raw[2] + self.mix_bias.to(q.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
-        y = kalman(sums, cut(q, size), cut(share, size), self.ridge, self.steps)
+    def _recur(self, step: Step) -> Mixed:
+        q, keys = step.q, step.write * step.k
+        values = torch.cat([keys, step.write * step.v], -1)
+        sums = FadingSums.of(keys, values, step.log_decay, step.state, step.size)
+        share = (step.raw[2] + self.mix_bias.to(q.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
+        y = kalman(sums, cut(q, step.size), cut(share, step.size), self.ridge, self.steps)
         return Mixed(uncut(y, q.shape[2]) * q.shape[-1] ** -0.5, sums.last, keys, values)
 
 

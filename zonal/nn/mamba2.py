@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerDecoder, LayerMemory, Past
-from zonal.nn.mixer import TokenMixer
+from zonal.nn.memory import LayerMemory, Past
+from zonal.nn.mixer import Context, TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
 from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
 
@@ -92,41 +91,21 @@ class Mamba2(TokenMixer):
         nn.init.ones_(self.skip)
         self.norm.reset_parameters()
 
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
-        dtype = dtype or self.input.weight.dtype
-        device = torch.device(device) if device is not None else self.input.weight.device
-        return LayerMemory(
-            self.sizes.empty_memory(self.operator, batch, dtype, device),
-            self.convolution.empty_tail(batch, dtype, device),
-        )
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        memory = self.sizes.empty_memory(self.operator, batch, dtype, device)
+        return LayerMemory(memory, self.convolution.empty_tail(batch, dtype, device))
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
         """rates: the factor by which each head fades its state over one token with Δ = softplus(b)."""
         return {"rates": (-self.log_rate.exp() * F.softplus(self.step_bias)).exp().tolist()}
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Past | None = None,
-        *,
-        return_memory: bool = False,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> Tensor | tuple[Tensor, Past]:
-        """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
-        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        x = self._real(x, key_padding_mask)
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
         sizes = self.sizes
         gate, mixed, step = self._projected(x)
         (values, keys, queries), tail = self.convolution.parts(
-            mixed, [sizes.inner, sizes.shared, sizes.shared], None if before is None else before.tail,
-            heads=sizes.heads,
-            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+            mixed, [sizes.inner, sizes.shared, sizes.shared], context.tail, heads=sizes.heads,
+            key_padding_mask=context.key_padding_mask, cu_seqlens=context.cu_seqlens,
         )  # fmt: skip
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(mixed.dtype)
@@ -138,19 +117,9 @@ class Mamba2(TokenMixer):
         # what each token counts is its Δ, however small
         key_bias = step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2)
         q, k, v = sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2)
-        if isinstance(before, LayerDecoder):
-            absorbed = before.decoder
-            y = absorbed.step(q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, key_bias=key_bias)
-        else:
-            result = attention(
-                q, k, v, self.operator, causal=True, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-                memory=None if before is None else before.memory, path=path, log_decay=log_decay, key_bias=key_bias,
-            )  # fmt: skip
-            y, absorbed = result if isinstance(result, tuple) else (result, None)
+        y, absorbed = self._attend(q, k, v, context, log_decay=log_decay, key_bias=key_bias)
         y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))
-        if before is None or absorbed is None:
-            return y
-        return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
+        return y, context.after(absorbed, tail, x.shape[1])
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z, [x, B, C] and Δ.

@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.memory.ridge import last_key, previous_keys
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerDecoder, LayerMemory, Past
-from zonal.nn.mixer import TokenMixer
+from zonal.nn.memory import LayerMemory, Past
+from zonal.nn.mixer import Context, TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, draw_steps_, ssd
 
@@ -102,23 +101,14 @@ class Mamba3(TokenMixer):
         for parameter in (self.key_bias, self.query_bias, self.skip):
             nn.init.ones_(parameter)
 
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
-        dtype = dtype or self.input.weight.dtype
-        device = torch.device(device) if device is not None else self.input.weight.device
-        sizes = self.sizes
-        previous = torch.zeros(
-            batch, sizes.heads, sizes.state + sizes.head_dim + 1, dtype=accumulation_dtype(dtype), device=device
-        )
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        sizes, wide = self.sizes, accumulation_dtype(dtype)
+        last = torch.zeros(batch, sizes.heads, sizes.state + sizes.head_dim + 1, dtype=wide, device=device)
+        angle = torch.zeros(batch, sizes.heads, self.pairs, dtype=torch.float64, device=device)
         return LayerMemory(
             sizes.empty_memory(self.operator, batch, dtype, device),
             None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
-            carried={
-                "previous": previous,
-                "angle": torch.zeros(batch, sizes.heads, self.pairs, dtype=torch.float64, device=device),
-            },
+            carried={"previous": last, "angle": angle},
         )
 
     @torch.no_grad()
@@ -126,28 +116,13 @@ class Mamba3(TokenMixer):
         """rates: the factor by which each head fades its state over one token with Δ = softplus(b) and A = 1."""
         return {"rates": (-F.softplus(self.step_bias)).exp().tolist()}
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Past | None = None,
-        *,
-        return_memory: bool = False,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> Tensor | tuple[Tensor, Past]:
-        """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
-        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        x = self._real(x, key_padding_mask)
-        sizes = self.sizes
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+        sizes, (before, key_padding_mask, cu_seqlens, *_) = self.sizes, context
         gate, values, keys, queries, step, rate, share, angle = self.input(x).split(self.parts, dim=2)
         tail = None
         if self.convolution is not None:
             values, tail = self.convolution(
-                values,
-                None if before is None else before.tail,
-                key_padding_mask=key_padding_mask,
-                cu_seqlens=cu_seqlens,
+                values, context.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
             )
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)
@@ -164,37 +139,22 @@ class Mamba3(TokenMixer):
         values = values.to(dtype).unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
 
         tokens = torch.cat([keys, values, own.unsqueeze(-1)], dim=-1)
-        start = (
-            tokens.new_zeros(tokens.shape[0], sizes.heads, tokens.shape[3])
-            if before is None
-            else before.carried["previous"].to(dtype)
-        )
-        late_keys, late_values, late_own = previous_keys(tokens, key_padding_mask, start).split(
-            [sizes.state, sizes.head_dim, 1], dim=-1
-        )
+        start = tokens.new_zeros(tokens.shape[0], sizes.heads, tokens.shape[3])
+        start = start if before is None else before.carried["previous"].to(dtype)
+        late = previous_keys(tokens, key_padding_mask, start)
+        late_keys, late_values, late_own = late.split([sizes.state, sizes.head_dim, 1], dim=-1)
         weight = log_decay.exp() * (late_own.squeeze(-1) + (1 - share) * step)
         if cu_seqlens is not None:  # nothing comes before a document
             weight = weight.index_fill(2, cu_seqlens[:-1].to(weight.device, torch.int64), 0)
         written = late_values * weight.unsqueeze(-1)
-        if isinstance(before, LayerDecoder):
-            absorbed = before.decoder
-            y = absorbed.step(queries, late_keys, written, key_padding_mask=key_padding_mask, log_decay=log_decay)
-        else:
-            result = attention(
-                queries, late_keys, written, self.operator, causal=True, key_padding_mask=key_padding_mask,
-                cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path,
-                log_decay=log_decay,
-            )  # fmt: skip
-            y, absorbed = result if isinstance(result, tuple) else (result, None)
+        y, absorbed = self._attend(queries, late_keys, written, context, log_decay=log_decay)
         y = y + (own * (queries * keys).sum(-1) + self.skip.to(dtype).unsqueeze(-1)).unsqueeze(-1) * values
         y = self.output((y.transpose(1, 2).flatten(2) * F.silu(gate.to(dtype))).to(gate.dtype))
-        if before is None or absorbed is None:
-            return y
-        carried = {
-            "previous": last_key(tokens, key_padding_mask, start).clone(),
-            "angle": turn[:, :, -1].remainder(2 * math.pi),
-        }
-        return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask, carried)
+        if before is None:
+            return y, None
+        last = last_key(tokens, key_padding_mask, start).clone()
+        carried = {"previous": last, "angle": turn[:, :, -1].remainder(2 * math.pi)}
+        return y, context.after(absorbed, tail, x.shape[1], carried)
 
     def _angles(self, angle: Tensor, step: Tensor, before: Past | None) -> Tensor:
         """Σ_{s ≤ t} Δ_s π tanh(θ_s), (B, H, T, pairs) float64: the sums grow long, and only their differences count."""
@@ -206,15 +166,13 @@ class Mamba3(TokenMixer):
         """B or C (B, T, groups · N) -> (B, H, T, N): normed, shifted by the head's bias, its first pairs (x_2i, x_2i+1)
         turned.
         """
-        x = self.sizes.by_head(norm(x.unflatten(2, (self.sizes.groups, self.sizes.state))).flatten(2)) + bias.to(
-            x.dtype
-        ).unsqueeze(1)
+        normed = norm(x.unflatten(2, (self.sizes.groups, self.sizes.state))).flatten(2)
+        x = self.sizes.by_head(normed) + bias.to(x.dtype).unsqueeze(1)
         turned, rest = x.split([2 * self.pairs, self.sizes.state - 2 * self.pairs], dim=-1)
         first, second = turned.unflatten(-1, (self.pairs, 2)).unbind(-1)
         cos, sin = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
-        return torch.cat(
-            [torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2), rest], dim=-1
-        )
+        both = torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2)
+        return torch.cat([both, rest], dim=-1)
 
     def extra_repr(self) -> str:
         sizes = self.sizes

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal.algebra.carrier import Buckets, Factor
 from zonal.errors import ArgumentError
 from zonal.nn.norm import accumulation_dtype
-from zonal.theory.carrier import Buckets, Factor
 
 
 @dataclass(frozen=True)

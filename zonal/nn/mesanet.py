@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
-from zonal.nn.fast_weights import FastWeights, Mixed
+from zonal.nn.fast_weights import FastWeights, Mixed, Step
 from zonal.nn.initialise import Draws
 from zonal.nn.solvers import conjugate_gradients, solution
 
@@ -99,21 +99,11 @@ class MesaNet(FastWeights):
         forget, write = (bias.to(raw[0].dtype).unsqueeze(-1) for bias in (self.forget_bias, self.write_bias))
         return F.logsigmoid(raw[0] + forget), (raw[1] + write).sigmoid()
 
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        write: Tensor,
-        log_decay: Tensor,
-        raw: Sequence[Tensor],
-        state: Tensor,
-        size: int,
-    ) -> Mixed:
-        values = write * torch.cat([k, v], -1)
-        sums = FadingSums.of(k, values, log_decay, state, size)
-        y = mesa(sums, cut(q, size), self.ridge().to(q.dtype), self.steps, self.tolerance)
-        return Mixed(uncut(y, q.shape[2]), sums.last, k, values)
+    def _recur(self, step: Step) -> Mixed:
+        q, values = step.q, step.write * torch.cat([step.k, step.v], -1)
+        sums = FadingSums.of(step.k, values, step.log_decay, step.state, step.size)
+        y = mesa(sums, cut(q, step.size), self.ridge().to(q.dtype), self.steps, self.tolerance)
+        return Mixed(uncut(y, q.shape[2]), sums.last, step.k, values)
 
 
 def mesa(sums: FadingSums, q: Tensor, ridge: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:

@@ -2,20 +2,50 @@
 
 import abc
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zonal.algebra.operator import Operator
-from zonal.algebra.prior import Decay
+from zonal.algebra.prior import Decay, relation
+from zonal.attention import attention
 from zonal.errors import ArgumentError
+from zonal.memory import Decoder, Memory
 from zonal.names import known_names
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory, Past, load_memories
+from zonal.nn.memory import LayerDecoder, LayerMemory, Past, load_memories
 from zonal.nn.positions import check_masks
-from zonal.theory import influence
+
+
+class Context(NamedTuple):
+    """What a call of a layer is given besides its tokens, as in ``TokenMixer.forward``."""
+
+    before: Past | None = None
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    path: str = "auto"
+    action_mask: Tensor | None = None
+    mass: Tensor | None = None
+
+    @property
+    def tail(self) -> Tensor | None:
+        """The last inputs of the short convolution before this call."""
+        return None if self.before is None else self.before.tail
+
+    def after(
+        self,
+        absorbed: Memory | Decoder | None,
+        tail: Tensor | None,
+        tokens: int,
+        carried: Mapping[str, Tensor] | None = None,
+    ) -> Past | None:
+        """The past with ``tokens`` more tokens; None for a call without a past."""
+        if self.before is None or absorbed is None:
+            return None
+        return self.before.advance(absorbed, tail, tokens, self.key_padding_mask, carried)
 
 
 class TokenMixer(nn.Module, abc.ABC):
@@ -24,14 +54,18 @@ class TokenMixer(nn.Module, abc.ABC):
 
     dim: size of x and y.
     operator: the operator that reads the past.
+    output: the projection to y.
     convolution: the short convolution, or None.
     causal: whether no token sees a later one. Only causal layers have a memory.
     """
 
     dim: int
     operator: Operator
+    output: nn.Linear
     convolution: ShortConvolution | None
     causal: bool = True
+    merges: bool = False
+    """Whether the layer can read merged tokens; its ``forward`` then takes a mass."""
     carries: tuple[str, ...] = ()
     """Names of the tensors that its memories carry in addition to keys and values."""
     parts_beside: int = 0
@@ -50,16 +84,25 @@ class TokenMixer(nn.Module, abc.ABC):
         """Draw all weights except those of the operator."""
 
     @abc.abstractmethod
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
-
-    @abc.abstractmethod
     def learned(self) -> dict[str, Any]:
         """Learned quantities of interest, as plain lists."""
 
     @abc.abstractmethod
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        """``empty_memory`` of a given type and device."""
+
+    @abc.abstractmethod
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+        """``forward`` of checked x, in which padding is zero: y, and the past after x where there is one before."""
+
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
+        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the layer."""
+        weight = self.output.weight
+        return self._empty(batch, dtype or weight.dtype, weight.device if device is None else torch.device(device))
+
+    @known_names
     def forward(
         self,
         x: Tensor,
@@ -69,6 +112,8 @@ class TokenMixer(nn.Module, abc.ABC):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        action_mask: Tensor | None = None,
+        mass: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Past]:
         """Apply the layer.
 
@@ -79,12 +124,21 @@ class TokenMixer(nn.Module, abc.ABC):
             key_padding_mask: bool (B, T), True for a real token. Padded tokens are set to zero, also as queries.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1). Not with a memory.
             path: the execution path of ``zonal.attention``.
+            action_mask: bool (B, T). A token with False reads but is not stored. Only for ridge and Koopman read-outs,
+                and for mixtures with one (``chooses``).
+            mass: (B, T), at least 0: the number of equal tokens that each token stands for (see ``zonal.nn.Merged``),
+                with 0 for padding. Only for bidirectional layers of ``Attention`` without positions.
 
         Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
 
         Raises:
-            ArgumentError: shapes, masks or the memory do not fit the layer.
+            ArgumentError: shapes, masks or the memory do not fit the layer, or it has no use for an argument.
         """
+        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        self._check_uses(action_mask, mass)
+        x = x if key_padding_mask is None else real(x, key_padding_mask)
+        y, after = self._mix(x, Context(before, key_padding_mask, cu_seqlens, path, action_mask, mass))
+        return y if after is None else (y, after)
 
     def reads(self, tokens: int) -> Tensor:
         """The inputs on which each output may depend, bool (T, T), for ``tokens`` real tokens of one document. This is
@@ -93,7 +147,7 @@ class TokenMixer(nn.Module, abc.ABC):
         It is an upper bound. The convolution and neighbourhoods of queries, keys and values are included.
         """
         operator = self.operator
-        seen = influence.visible(operator.prior, tokens, causal=self.causal, include_self=operator.tags.includes_self)
+        seen = relation(operator.prior, tokens, causal=self.causal, include_self=operator.tags.includes_self)
         itself = torch.eye(tokens, dtype=torch.bool)
         past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         if operator.tags.couples:  # by the masses of the others
@@ -104,15 +158,14 @@ class TokenMixer(nn.Module, abc.ABC):
         if self.convolution is not None:
             chart = past & ~past.tril(-self.convolution.width)
         if operator.score.deaths:
-            chart = chart | influence.reach([chart, past])
-        return influence.reach([chart, seen | itself])
+            chart = chart | _through(past, chart)
+        return _through(seen | itself, chart)
 
     def memory_bytes(self, length: int) -> int:
         """Bytes of the memory of one sequence after ``length`` tokens without padding."""
         memory = self.empty_memory(1)
-        return memory.nbytes + sum(
-            part.memory.bytes_at(length) - part.memory.nbytes for part in (memory, *memory.others)
-        )
+        memories = [part.memory for part in (memory, *memory.others)]
+        return memory.nbytes + sum(each.bytes_at(length) - each.nbytes for each in memories)
 
     def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
         """The memory that ``LayerMemory.save`` wrote, on the device of the layer.
@@ -169,10 +222,55 @@ class TokenMixer(nn.Module, abc.ABC):
             )
         return memory
 
-    @staticmethod
-    def _real(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """x with zeros for padding: whatever it held, NaN included, is then in no product, here or in the gradients."""
-        return x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
+    def _check_uses(self, action_mask: Tensor | None, mass: Tensor | None) -> None:
+        """Raise ArgumentError for arguments that this kind of layer has no use for."""
+        call = f"nn.{type(self).__name__}"
+        if mass is not None and not self.merges:
+            raise ArgumentError(f"{call}: mass (of merged tokens) is for layers of Attention. Merge nothing before it.")
+        if action_mask is not None and not self.chooses:
+            raise ArgumentError(
+                f"{call}: action_mask is for layers that can read a token without storing it (ridge and Koopman "
+                "read-outs). Leave it out, or hide tokens with key_padding_mask."
+            )
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        *,
+        log_decay: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        key_gate: Tensor | None = None,
+        query_mass: Tensor | None = None,
+        key_mass: Tensor | None = None,
+    ) -> tuple[Tensor, Memory | Decoder | None]:
+        """What the operator reads, (B, H, T, P), and what it has absorbed, None without a past."""
+        before, mask = context.before, context.key_padding_mask
+        if isinstance(before, LayerDecoder):
+            y = before.decoder.step(
+                q, k, v, key_padding_mask=mask, log_decay=log_decay, key_bias=key_bias,
+                action_mask=context.action_mask, key_gate=key_gate,
+            )  # fmt: skip
+            return y, before.decoder
+        result = attention(
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=mask, cu_seqlens=context.cu_seqlens,
+            memory=None if before is None else before.memory, path=context.path, log_decay=log_decay,
+            key_bias=key_bias, action_mask=context.action_mask, key_gate=key_gate, query_mass=query_mass,
+            key_mass=key_mass,
+        )  # fmt: skip
+        return result if isinstance(result, tuple) else (result, None)
 
 
-__all__ = ["TokenMixer"]
+def real(x: Tensor, key_padding_mask: Tensor) -> Tensor:
+    """x with zeros for padding: whatever it held, NaN included, is then in no product, here or in the gradients."""
+    return x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
+
+
+def _through(later: Tensor, earlier: Tensor) -> Tensor:
+    """What is read by way of two relations, bool (T, T): the boolean product, by counts of ways."""
+    return (later.float() @ earlier.float()) > 0
+
+
+__all__ = ["Context", "TokenMixer", "real"]

@@ -1,7 +1,6 @@
 """The mixture of layers, in which every token weights the parts."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import TokenMixer
+from zonal.nn.mixer import Context, TokenMixer
 
 
 class Mixture(TokenMixer):
@@ -25,7 +24,8 @@ class Mixture(TokenMixer):
         parts: two or more layers of one width, such as ``Attention`` with different operators, but no mixtures.
         hidden: hidden size of the gate.
 
-    Every part reads every token, so cost and memory are sums over the parts.
+    Every part reads every token, so cost and memory are sums over the parts. All parts must support the ``path`` of a
+    call; its ``action_mask`` is for the parts that can read a token without storing it.
 
     Source: Phadke, *The Universal REWA Attention Framework*, 2025, section 10.3.2.
 
@@ -46,12 +46,8 @@ class Mixture(TokenMixer):
             raise ArgumentError(f"nn.Mixture: parts of one dim, all causal or none, are required, received {each}.")
         if hidden < 1:
             raise ArgumentError(f"nn.Mixture: hidden must be at least 1, received {hidden}.")
-        self.dim, self.causal, self.carries, self.parts_beside = (
-            found[0].dim,
-            found[0].causal,
-            found[0].carries,
-            len(found) - 1,
-        )
+        self.dim, self.causal = found[0].dim, found[0].causal
+        self.carries, self.parts_beside = found[0].carries, len(found) - 1
         self.parts = nn.ModuleList(found)
         self.gate_in = nn.Linear(self.dim, hidden)
         self.gate_out = nn.Linear(hidden, len(found))
@@ -66,6 +62,11 @@ class Mixture(TokenMixer):
     def convolution(self) -> ShortConvolution | None:  # type: ignore[override]
         """The convolution of the first part."""
         return self._parts()[0].convolution
+
+    @property
+    def output(self) -> nn.Linear:  # type: ignore[override]
+        """The projection of the first part."""
+        return self._parts()[0].output
 
     def _parts(self) -> list[TokenMixer]:
         return [part for part in self.parts if isinstance(part, TokenMixer)]
@@ -82,9 +83,7 @@ class Mixture(TokenMixer):
     def chooses(self) -> bool:
         return any(part.chooses for part in self._parts())
 
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
+    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
         first, *others = (part.empty_memory(batch, dtype, device) for part in self._parts())
         return dataclasses.replace(first, others=tuple(others))
 
@@ -103,39 +102,21 @@ class Mixture(TokenMixer):
         """g(x), (B, T, parts): positive numbers that sum to 1."""
         return self.gate_out(F.silu(self.gate_in(x))).softmax(-1)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Past | None = None,
-        *,
-        return_memory: bool = False,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-        action_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Past]:
-        """Apply all parts.
-
-        Arguments, result and errors are those of ``TokenMixer.forward``. All parts must support ``path``.
-        ``action_mask`` is as in ``Attention.forward``, for the parts that can read a token without storing it.
-        """
-        memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        x = self._real(x, key_padding_mask)
-        each = [None] * len(self.parts) if memory is None else [dataclasses.replace(memory, others=()), *memory.others]
+    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+        before, mask, cu_seqlens, path, action_mask, _ = context
+        each = [None] * len(self.parts) if before is None else [dataclasses.replace(before, others=()), *before.others]
         found: list[Tensor] = []
         after: list[Past] = []
-        for part, before in zip(self._parts(), each, strict=True):
-            chosen = (
-                functools.partial(part, action_mask=action_mask) if action_mask is not None and part.chooses else part
-            )
-            result = chosen(x, before, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        for part, past in zip(self._parts(), each, strict=True):
+            chosen = action_mask if part.chooses else None
+            result = part(x, past, key_padding_mask=mask, cu_seqlens=cu_seqlens, path=path, action_mask=chosen)
             found.append(result[0] if isinstance(result, tuple) else result)
             after += result[1:] if isinstance(result, tuple) else ()
         shares = self.shares(x).to(found[0].dtype)
         y = shares[..., :1] * found[0]
         for index, one in enumerate(found[1:], start=1):
             y = y + shares[..., index, None] * one
-        return y if memory is None else (y, dataclasses.replace(after[0], others=tuple(after[1:])))
+        return y, dataclasses.replace(after[0], others=tuple(after[1:])) if after else None
 
     def extra_repr(self) -> str:
         return f"{self.dim}, parts={len(self.parts)}"

@@ -85,18 +85,14 @@ class Sizes:
             return grouped
         return grouped.unsqueeze(2).expand(-1, -1, self.heads // self.groups, -1, -1).flatten(1, 2)
 
-    def empty_memory(self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The states of ``batch`` sequences before their first token, in float32 or better."""
-        return Memory.empty(
-            operator,
-            batch,
-            self.heads,
-            self.state,
-            self.head_dim,
-            torch.promote_types(dtype, torch.float32),
-            device,
-            kind="decayed",
-        )
+    def empty_memory(
+        self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device, columns: int | None = None
+    ) -> Memory:
+        """The states of ``batch`` sequences before their first token, in float32 or better, of ``columns`` columns
+        (None: P).
+        """
+        wide, columns = torch.promote_types(dtype, torch.float32), self.head_dim if columns is None else columns
+        return Memory.empty(operator, batch, self.heads, self.state, columns, wide, device, kind="decayed")
 
 
 @torch.no_grad()

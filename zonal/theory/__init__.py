@@ -1,7 +1,6 @@
-"""Theory of operators: probes, o-sets, carriers, influence through layers, and updates as plans.
+"""Theory of operators: probes, o-sets, carriers, influence through layers, updates as plans, and the scores of heads.
 
-Layers and memories use parts of it: ``nn`` merges tokens along carriers, and a criterion accepts by an o-set. Execution
-paths do not.
+Layers, memories and execution paths use none of it.
 """
 
 from zonal.theory import carrier, influence, oset, probe, update

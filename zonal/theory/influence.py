@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_whole
-from zonal.algebra.prior import Prior, intervals_of
+from zonal.algebra.prior import Prior, relation
 
 Layer = Tensor | Prior | tuple[Prior, ...]
 
@@ -32,14 +32,9 @@ NEVER = -1
 def visible(
     priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True
 ) -> Tensor:
-    """The relation of priors among ``tokens`` tokens, bool (T, T): which keys each query may see.
-
-    causal, include_self: used where the priors do not set them.
-    """
+    """The relation of priors among ``tokens`` tokens, as ``prior.relation`` gives it."""
     require_whole("influence: tokens", tokens)
-    found = intervals_of(tokens, tokens, priors if isinstance(priors, tuple) else (priors,), causal, include_self)
-    place = torch.arange(tokens)
-    return (place >= found.lo[:, None]) & (place < found.hi[:, None])
+    return relation(priors, tokens, causal=causal, include_self=include_self)
 
 
 def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
@@ -51,10 +46,9 @@ def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
 
     Raises: ArgumentError for relations that are not square, not of one size or not bool.
     """
-    found, relations = None, _relations(layers, tokens)
-    for relation in relations:
-        found = relation if found is None else _after(relation, found)
-    assert found is not None
+    found, *later = _relations(layers, tokens)
+    for each in later:
+        found = _after(each, found)
     return found
 
 
@@ -141,9 +135,9 @@ def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tens
     ]
 
 
-def _after(relation: Tensor, before: Tensor) -> Tensor:
+def _after(later: Tensor, before: Tensor) -> Tensor:
     """The boolean product, by counts of paths, which are exact below 2^24."""
-    return (relation.float() @ before.float()) > 0
+    return (later.float() @ before.float()) > 0
 
 
 __all__ = ["NEVER", "depth", "reach", "support", "visible"]

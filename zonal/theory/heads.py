@@ -129,11 +129,11 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
         ArgumentError: ranks do not rise or exceed T, or ``refusal`` returns a reason.
     """
     for rank in ranks:
-        require_whole("nn.evidence.forms: ranks", rank)
+        require_whole("theory.heads.forms: ranks", rank)
     rising = len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1]
     require(
         rising,
-        f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, "
+        f"theory.heads.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, "
         f"received {tuple(ranks)}.",
     )
     _check(layer, "forms")
@@ -147,10 +147,10 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
 @torch.no_grad()
 def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
     """The maps of each head for the first sequence of x (B, T, dim). Raises: as ``forms``."""
-    require_whole("nn.evidence.maps: rank", rank)
+    require_whole("theory.heads.maps: rank", rank)
     require(
         rank <= x.shape[1],
-        f"nn.evidence.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.",
+        f"theory.heads.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.",
     )
     _check(layer, "maps")
     return [
@@ -162,7 +162,7 @@ def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
 def _check(layer: Attention, call: str) -> None:
     reason = refusal(layer.operator)
     if reason is not None:
-        raise ArgumentError(f"nn.evidence.{call}: {reason}. Its weights are layer.weights(x).")
+        raise ArgumentError(f"theory.heads.{call}: {reason}. Its weights are layer.weights(x).")
 
 
 def _probe(call: Call, head: int) -> Probe:

@@ -13,7 +13,7 @@ from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.execution.call import prepare
 from zonal.execution.paths import dense
-from zonal.nn.evidence import _probe, forms, maps, refusal
+from zonal.theory.heads import _probe, forms, maps, refusal
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -210,6 +210,6 @@ def test_maps_add_up_to_the_form(causal: bool) -> None:
 
 def test_maps_of_a_rank_that_is_none() -> None:
     with pytest.raises(
-        ArgumentError, match=r"nn.evidence.maps: a rank up to the number of tokens, 5, is required, received 6"
+        ArgumentError, match=r"theory.heads.maps: a rank up to the number of tokens, 5, is required, received 6"
     ):
         maps(layer(), inputs(1, 5, 12), 6)
