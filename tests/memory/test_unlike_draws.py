@@ -67,6 +67,26 @@ def test_a_file_of_another_layers_memory(tmp_path) -> None:
         second.load_memory(tmp_path / "memory.safetensors")
 
 
+@torch.no_grad()
+def test_a_layer_is_known_again_in_another_type(tmp_path) -> None:
+    torch.manual_seed(0)
+    layer, other = nn.Attention(16, 2, "performer"), nn.Attention(16, 2, "performer")
+    _, memory = layer(torch.randn(1, 4, 16), layer.empty_memory(1))
+    memory.save(tmp_path / "wide.safetensors")
+    memory.memory.save(tmp_path / "operator.safetensors")
+    layer.to(torch.bfloat16)
+    layer.empty_memory(1).save(tmp_path / "narrow.safetensors")
+    assert layer.load_memory(tmp_path / "wide.safetensors").memory.count == 4
+    assert Memory.load(tmp_path / "operator.safetensors", layer.operator).count == 4
+    for x in other.operator.fixed_parts.buffers():
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    for name in ("wide", "narrow"):
+        with pytest.raises(FileFormatError, match="drew other numbers"):
+            other.load_memory(tmp_path / f"{name}.safetensors")
+    with pytest.raises(FileFormatError, match="drew other numbers"):
+        Memory.load(tmp_path / "operator.safetensors", other.operator.to(torch.bfloat16))
+
+
 def test_equal_numbers_of_more_heads_pass() -> None:
     operator = m.performer()
     k = torch.randn(1, 2, 4, 8)

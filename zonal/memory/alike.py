@@ -28,10 +28,31 @@ def unlike_draws(a: Operator, b: Operator) -> list[str]:
     return [name for name in sorted({*mine, *theirs}) if not equal_rows(mine.get(name), theirs.get(name))]
 
 
-def digests_of_draws(operator: Operator) -> dict[str, str]:
-    """What stands in a file for numbers that an operator drew at random, or was fitted to: a digest of each."""
+def digests_of_draws(operator: Operator) -> dict[str, list[str]]:
+    """What stands in a file for numbers that an operator drew at random, or was fitted to: digests of each, as it is
+    and as half-precision types round it, so that one layer is known again in another type.
+    """
     drawn = dict(operator.fixed_parts.named_buffers())
-    return {name: checksum({name: x.detach().to("cpu", torch.float64)}, {}) for name, x in drawn.items()}
+    return {
+        name: [checksum({name: form.to(torch.float64)}, {}) for form in _forms(x.detach().cpu())]
+        for name, x in drawn.items()
+    }
+
+
+def unlike_digests(mine: Mapping[str, list[str]], told: Mapping[str, str | list[str]]) -> list[str]:
+    """The names of drawn numbers with no digest in common. Files of earlier versions tell one digest of each."""
+    given = {name: {each} if isinstance(each, str) else {*each} for name, each in told.items()}
+    return [name for name in sorted({*mine, *given}) if not given.get(name, set()).intersection(mine.get(name, []))]
+
+
+def same_but_for_type(a: Tensor, b: Tensor) -> bool:
+    """``equal_rows`` of numbers, or of one of them rounded to the type of the other."""
+    return equal_rows(a.to(b.dtype), b) or equal_rows(a, b.to(a.dtype))
+
+
+def _forms(x: Tensor) -> list[Tensor]:
+    """Drawn numbers as they are, and as half-precision types round them."""
+    return [x, x.to(torch.bfloat16), x.to(torch.float16)] if x.is_floating_point() else [x]
 
 
 def equal_rows(a: Tensor | None, b: Tensor | None) -> bool:
@@ -59,4 +80,13 @@ def same_declaration(a: Operator, b: Operator) -> bool:
     return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
-__all__ = ["check_draws", "declared_alike", "digests_of_draws", "equal_rows", "same_declaration", "unlike_draws"]
+__all__ = [
+    "check_draws",
+    "declared_alike",
+    "digests_of_draws",
+    "equal_rows",
+    "same_but_for_type",
+    "same_declaration",
+    "unlike_digests",
+    "unlike_draws",
+]

@@ -16,7 +16,7 @@ from zonal.algebra.operator import apart
 from zonal.algebra.prior import ChunkCausal, Decay
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.memory import files
-from zonal.memory.alike import check_draws, declared_alike, equal_rows, same_declaration
+from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.incoming import check_tokens, prepared
@@ -109,15 +109,8 @@ class Memory(Readable):
                 f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} "
                 "or 'keys'."
             )
-        form = Form(
-            batch,
-            heads,
-            key_dim,
-            value_dim,
-            dtype,
-            torch.device(device) if device is not None else torch.get_default_device(),
-        )
-        return Memory.kinds[kind].start(operator, form)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return Memory.kinds[kind].start(operator, Form(batch, heads, key_dim, value_dim, dtype, device))
 
     # --- what it can do -----------------------------------------------------------------------------------------------
 
@@ -144,15 +137,8 @@ class Memory(Readable):
         if span is not None:
             self._check_new([span], "absorb")
             self._at_border("open")
-        check_weights(
-            "Memory.absorb",
-            self.operator,
-            (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0),
-            action_mask,
-            key_gate,
-            key_padding_mask,
-            self.count,
-        )
+        shape = (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0)
+        check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, self.count)
         check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
             raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
@@ -208,9 +194,8 @@ class Memory(Readable):
                 f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it "
                 "with other.unnamed(), or leave span out."
             )
-        self._check_new(
-            [span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge"
-        )
+        theirs = [part.name for part in other.parts if part.name is not None]
+        self._check_new(theirs if span is None else [span], "merge")
         if other.parts or span is not None:
             self._at_border("open")
         return self.together(other, self.unnamed().followed_by(other.unnamed()), span, marks)
@@ -242,11 +227,9 @@ class Memory(Readable):
         theirs = {span.name: span.count for span in other.spans()}
         for name, count in theirs.items():
             if mine.get(name) != count:
-                here = (
-                    f"has {mine[name]} tokens here and {count} there"
-                    if name in mine
-                    else f"was never absorbed here (spans: {sorted(mine) or 'none'})"
-                )
+                here = f"was never absorbed here (spans: {sorted(mine) or 'none'})"
+                if name in mine:
+                    here = f"has {mine[name]} tokens here and {count} there"
                 raise ArgumentError(
                     f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what "
                     "was merged."
@@ -313,14 +296,11 @@ class Memory(Readable):
                 for name, _ in list(operator.fixed_parts.named_buffers()):
                     if name in learned:  # files written before have what the declared seed draws
                         operator.fixed_parts.register_buffer(name, learned[name])
-            elif not declared_alike(
-                operator, header["operator"]
-            ):  # parts of the user's own are compared, never looked up
-                raise ValueError(
-                    f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given"
-                )
+            elif not declared_alike(operator, header["operator"]):  # a user's own parts are compared, never looked up
+                spec = header["operator"]["spec"]
+                raise ValueError(f"it belongs to operator {spec!r}, and {operator.spec!r} was given")
             for name, drawn in operator.fixed_parts.named_buffers():
-                if name in learned and not equal_rows(learned[name], drawn):
+                if name in learned and not same_but_for_type(learned[name], drawn):
                     raise ValueError(f"its operator drew other numbers ({name}) than the one that was given")
             return Memory.described(header, tensors, operator, torch.device("cpu"))
 
@@ -328,19 +308,13 @@ class Memory(Readable):
         """What a file has to say of the memory besides its tensors and its operator."""
         form = self.form._asdict() | {"dtype": str(self.form.dtype).removeprefix("torch.")}
         form.pop("device")
-        return {
-            "memory": self.kind,
-            **form,
-            "count": self.count,
-            "plain": self.plain(),
-            "parts": [part.about() for part in self.settled_parts()],
-        }
+        parts = [part.about() for part in self.settled_parts()]
+        return {"memory": self.kind, **form, "count": self.count, "plain": self.plain(), "parts": parts}
 
     def contents(self) -> dict[str, Tensor]:
         """Everything to be saved, by name, spans included."""
-        return self.tensors() | {
-            f"part{i}.{name}": x for i, part in enumerate(self.settled_parts()) for name, x in part.tensors().items()
-        }
+        parts = enumerate(self.settled_parts())
+        return self.tensors() | {f"part{i}.{name}": x for i, part in parts for name, x in part.tensors().items()}
 
     @staticmethod
     def described(
@@ -366,10 +340,8 @@ class Memory(Readable):
             else:
                 raise ValueError(f"{name!r} belongs to a span that is not announced")
         parts = tuple(_part(one, group, operator, form) for one, group in zip(told, groups, strict=True))
-        if parts and sum(part.count for part in parts) != numbers[4]:
-            raise ValueError(
-                f"{numbers[4]} tokens are announced and its spans hold {sum(part.count for part in parts)}"
-            )
+        if parts and (held := sum(part.count for part in parts)) != numbers[4]:
+            raise ValueError(f"{numbers[4]} tokens are announced and its spans hold {held}")
         whole = Memory.kinds[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
         return dataclasses.replace(whole, parts=parts)
 
@@ -399,10 +371,6 @@ class Memory(Readable):
         return self.roundings * (self.count + 8) * torch.finfo(dtype).eps / 2
 
     # --- what a kind of memory provides; used by the execution paths on prepared keys and queries ---------------------
-
-    @abc.abstractmethod
-    def extended(self, tokens: Tokens) -> "Memory":
-        """``absorb`` of prepared, checked tokens, by a memory without parts."""
 
     @abc.abstractmethod
     def copied(self) -> Self:
@@ -474,19 +442,12 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
         held = Memory.kinds[about["kind"]].restored(operator, form, count, groups["memory"], about["plain"])
     elif groups["tokens"]:
         held = Tokens(**groups["tokens"])
-        if held.k.shape[:3] != (form.batch, form.heads, count) or held.v.shape != (
-            form.batch,
-            form.heads,
-            count,
-            form.value_dim,
-        ):
+        by_head = (form.batch, form.heads, count)
+        if held.k.shape[:3] != by_head or held.v.shape != (*by_head, form.value_dim):
             raise ValueError(f"the tokens of span {name!r} do not have the shapes of the header")
     return Part(name, count, held, groups["mark"])
 
 
 Memory.kinds = {}
 
-__all__ = [
-    "Form",
-    "Memory",
-]
+__all__ = ["Form", "Memory"]

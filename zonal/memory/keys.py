@@ -79,47 +79,21 @@ class KeyValues(Memory):
         tokens = tokens._replace(k=tokens.k.to(_key_dtype(self.operator, self.form)), v=tokens.v.to(self.form.dtype))
         if tokens.log_decay is not None and tokens.log_decay.shape[0] != self.form.batch:
             tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
-        tokens = self._completed(tokens)
+        tokens = tokens.completed(self.buffer.room)
         buffer, end = self.buffer, self.end + tokens.length
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
         if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
             held = joined(self.tokens, tokens)
-            return KeyValues(
-                self.operator,
-                self.form,
-                self.count + tokens.length,
-                _Buffer(held, held.length),
-                begin - self.begin,
-                held.length,
-            )
-        fits = (
-            buffer.used == self.end
-            and end <= buffer.room.length
-            and all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
-        )
-        if not fits:
+            buffer, begin, end = _Buffer(held, held.length), begin - self.begin, held.length
+            return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
+        alike = all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
+        if not (alike and buffer.used == self.end and end <= buffer.room.length):
             keep = min(begin, self.end)
             buffer, begin, end = _grown(self.buffer.room.span(keep, self.end), tokens), begin - keep, end - keep
         _write(buffer.room.span(end - tokens.length, end), tokens)
         buffer.used = end
         return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
-
-    def _completed(self, tokens: Tokens) -> Tokens:
-        """The tokens with every entry that the held ones have; decays that are declared need no entry unless some are
-        given.
-        """
-        held, shape = self.buffer.room, tokens.k.shape[:3]
-        mask = tokens.mask
-        if mask is None and held.mask is not None:
-            mask = torch.ones(shape[0], shape[2], dtype=torch.bool, device=tokens.k.device)
-        bias = tokens.key_bias
-        if bias is None and held.key_bias is not None:
-            bias = held.key_bias.new_zeros(shape)
-        decay = tokens.log_decay
-        if decay is None and held.log_decay is not None:
-            decay = held.log_decay.new_zeros(shape)
-        return tokens._replace(mask=mask, key_bias=bias, log_decay=decay)
 
     @property
     def hidden(self) -> int:
@@ -143,17 +117,15 @@ class KeyValues(Memory):
         anchor = anchor_of(self.operator)
         block, own = (x.exp() if bound.link.log_space else x for x in (block, own))
         among = definition.kernel(bound, bound.coefficients.to(k), bound.score.as_query(k, bound.score_params), k)
-        among = (
-            (among.exp() if bound.link.log_space else among) * self._real(k)[..., None] * self._real(k)[..., None, :]
-        )
+        real = self._real(k)
+        among = (among.exp() if bound.link.log_space else among) * real[..., None] * real[..., None, :]
         rho = anchor.ridge(bound.anchor_params, self.form.heads).to(k).repeat_interleave(bound.groups).view(1, -1, 1, 1)
         if anchor.moving:
             diagonal = among.diagonal(dim1=-2, dim2=-1)
-            rho = anchor.moved(
-                rho, diagonal.amax(-1)[..., None, None], diagonal.sum(-1)[..., None, None], self.form.key_dim
-            )
+            peak, trace = diagonal.amax(-1)[..., None, None], diagonal.sum(-1)[..., None, None]
+            rho = anchor.moved(rho, peak, trace, self.form.key_dim)
         lower = factorised(with_ridge(among, rho), "Memory.read")
-        solved = torch.linalg.solve_triangular(lower, (block * self._real(k)[:, :, None]).mT, upper=False)
+        solved = torch.linalg.solve_triangular(lower, (block * real[:, :, None]).mT, upper=False)
         return ratio(solved.square().sum(-2), own)
 
     def differing(self, q: Tensor, home: Tensor, bound: Bound, y: Tensor, support: Tensor) -> Tensor | None:
@@ -165,18 +137,16 @@ class KeyValues(Memory):
         alike = self._shares(block, own, k, bound) > support[..., None]
         # no product of matrices: values that are equal shall differ by nothing
         distance = torch.cdist(y, v, compute_mode="donot_use_mm_for_euclid_dist")
-        return torch.where(alike, ratio(distance, y.norm(dim=-1).unsqueeze(-1) + v.norm(dim=-1).unsqueeze(2)), 0).amax(
-            -1
-        )
+        apart = ratio(distance, y.norm(dim=-1).unsqueeze(-1) + v.norm(dim=-1).unsqueeze(2))
+        return torch.where(alike, apart, 0).amax(-1)
 
     def _block(self, home: Tensor, bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
         """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in
         log space, and those keys (B, H, S, D).
         """
         if bound.anchor.solves and self.operator.tags.decays:
-            raise no_evidence(
-                self.kind, self.operator.name, "its past fades, which only sums (kind='fading') keep account of"
-            )
+            why = "its past fades, which only sums (kind='fading') keep account of"
+            raise no_evidence(self.kind, self.operator.name, why)
         if not bound.anchor.solves and not self.operator.tags.positive:
             raise no_evidence(self.kind, self.operator.name, "K may be negative, so that it is no measure of likeness")
         compute = torch.promote_types(home.dtype, self.tokens.k.dtype)
@@ -202,9 +172,8 @@ class KeyValues(Memory):
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
         masks = tuple(p for p in bound.priors if isinstance(p, Causal | ChunkCausal | Window))
-        return self.weighed(
-            q, bound, visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self)
-        )
+        seen = visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self)
+        return self.weighed(q, bound, seen)
 
     def weighed(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
         """y of prepared queries at given positions among the held tokens."""
@@ -221,18 +190,8 @@ class KeyValues(Memory):
             col = extra if col is None else col + extra
         if bound.groups > 1:
             k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
-        return (
-            definition.weights(
-                bound,
-                bound.coefficients.to(q),
-                q,
-                k,
-                seen,
-                Bias(row, col, bound.slopes),
-                held.log_decay if solves else None,
-            )
-            @ v
-        )
+        bias, decay = Bias(row, col, bound.slopes), held.log_decay if solves else None
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay) @ v
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)
@@ -268,8 +227,8 @@ class KeyValues(Memory):
         if gone:
             raise ArgumentError(
                 f"Memory.forget: the window has let go of {gone} tokens before this span's last, which would be seen "
-                "again without it. "
-                "Read the tokens again without the span, or keep them with kind='keys' of an operator without a window."
+                "again without it. Read the tokens again without the span, or keep them with kind='keys' of an "
+                "operator without a window."
             )
         return self._holding(joined(held.span(0, start), held.span(start + count, held.length)), self.count - count)
 
@@ -316,17 +275,11 @@ class KeyValues(Memory):
         cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
     ) -> Self:
         held = Tokens(**tensors)
-        n = held.length
-        expected = Tokens(
-            held.k.new_empty(form.batch, form.heads, n, operator.score.width(form.key_dim)),
-            held.v.new_empty(form.batch, form.heads, n, form.value_dim),
-            torch.empty(form.batch, n, dtype=torch.float32),
-            torch.empty(form.batch, form.heads, n, dtype=torch.float32),
-            torch.empty(form.batch, form.heads, n, dtype=torch.float32),
-        )
-        if any(
-            x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)
-        ) or held.k.dtype != _key_dtype(operator, form):
+        n, by_head = held.length, (form.batch, form.heads, held.length)
+        width = operator.score.width(form.key_dim)
+        expected = ((*by_head, width), (*by_head, form.value_dim), (form.batch, n), by_head, by_head)
+        fits = all(x is None or tuple(x.shape) == shape for x, shape in zip(held, expected, strict=True))
+        if not fits or held.k.dtype != _key_dtype(operator, form):
             raise ValueError("the tensors do not have the shapes of the header")
         memory = cls(operator, form, count, _Buffer(held, n), 0, n)
         if n != (count if memory.reach is None else min(count, memory.reach)):

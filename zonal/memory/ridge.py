@@ -342,9 +342,8 @@ class GramStatistics(Summed):
         inverse = whole.solved(bound)
         if whole.shift is not None and anchor_of(self.operator).spectral:
             contracted = contraction(with_ridge(whole.gram, whole.ridge(bound)), whole.shift, "Memory.read")
-        return read_out(self.featured(q.to(self.gram)), bound, inverse, whole.shift, whole.cross, contracted).to(
-            q.dtype
-        )
+        features = self.featured(q.to(self.gram))
+        return read_out(features, bound, inverse, whole.shift, whole.cross, contracted).to(q.dtype)
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         whole, white = self.settled(), WhitenedFeatures.of(bound, self.form.key_dim)

@@ -92,12 +92,10 @@ class Batched(Spanned):
         """``gather`` of checked rows."""
         index = index.to(self.form.device)
         form = self.form._replace(batch=index.numel())
-        whole = self.restored(
-            self.operator, form, self.count, {name: x[index] for name, x in self.tensors().items()}, self.plain()
-        )
-        parts = tuple(
-            part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in self.settled_parts()
-        )
+        rows = {name: x[index] for name, x in self.tensors().items()}
+        whole = self.restored(self.operator, form, self.count, rows, self.plain())
+        settled = self.settled_parts()
+        parts = tuple(part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in settled)
         return replace(whole.keeping([self], lambda found: found[0][index]), parts=parts)
 
 
@@ -128,9 +126,9 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
             f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} "
             "tokens. Pad them to one length, or call unnamed()."
         )
-    count = (
-        sum(max(found) for found in zip(*lengths, strict=True)) if names else max(memory.count for memory in memories)
-    )
+    count = max(memory.count for memory in memories)
+    if names:
+        count = sum(max(found) for found in zip(*lengths, strict=True))
     aligned = [memory.preceded(count - memory.count) for memory in memories]
     form = first.form._replace(batch=sum(memory.form.batch for memory in memories))
     named, plain = _joined_rows([memory.tensors() for memory in aligned]), aligned[0].plain()

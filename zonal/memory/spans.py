@@ -55,9 +55,10 @@ class Part(NamedTuple):
 
     def changed(self, memory: "Callable[[Any], Any]", tensor: Callable[[Tensor], Tensor]) -> "Part":
         """Its memory and its tensors changed alike."""
-        held = (
-            self.held.map(tensor) if isinstance(self.held, Tokens) else None if self.held is None else memory(self.held)
-        )
+        if isinstance(self.held, Tokens):
+            held = self.held.map(tensor)
+        else:
+            held = None if self.held is None else memory(self.held)
         return self._replace(held=held, mark={name: tensor(x) for name, x in self.mark.items()})
 
     def about(self) -> dict[str, Any]:
@@ -67,11 +68,12 @@ class Part(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors, by name."""
-        group = "tokens" if isinstance(self.held, Tokens) else "memory"
-        named = {} if self.held is None else self.held.named() if isinstance(self.held, Tokens) else self.held.tensors()
-        return {f"{group}.{name}": x for name, x in named.items()} | {
-            f"mark.{name}": x for name, x in self.mark.items()
-        }
+        groups: dict[str, Mapping[str, Tensor]] = {"mark": self.mark}
+        if isinstance(self.held, Tokens):
+            groups["tokens"] = self.held.named()
+        elif self.held is not None:
+            groups["memory"] = self.held.tensors()
+        return {f"{group}.{name}": x for group, named in groups.items() for name, x in named.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -275,14 +277,14 @@ class Spanned(abc.ABC):
             return
         if part.name is not None or last.name is not None:
             parts.append(part)
+            return
+        if last.count == 0 or self.by_rows:
+            held = part.held
+        elif isinstance(last.held, Tokens) and isinstance(part.held, Tokens):
+            held = self.lengthened(last.held, part.held)
         else:
-            if last.count == 0 or self.by_rows:
-                held = part.held
-            elif isinstance(last.held, Tokens) and isinstance(part.held, Tokens):
-                held = self.lengthened(last.held, part.held)
-            else:
-                held = self.part_memory(last.held).followed_by(self.part_memory(part.held))
-            parts[-1] = Part(None, last.count + part.count, held, part.mark)
+            held = self.part_memory(last.held).followed_by(self.part_memory(part.held))
+        parts[-1] = Part(None, last.count + part.count, held, part.mark)
 
     def _find(self, span: str) -> int:
         names = [part.name for part in self.parts]

@@ -208,11 +208,7 @@ class Summed(Memory):
         form, waiting = self.form, 0 if self.chunk is None else length % self.chunk
         token = (self.operator.score.width(form.key_dim) + form.value_dim) * form.statistics.itemsize
         held = self._own() | seams.named(self.seams) | marks.named(self.borders)
-        return (
-            sum(x.numel() * x.element_size() for x in held.values())
-            + self.derived_bytes
-            + form.batch * form.heads * waiting * token
-        )
+        return sum(x.nbytes for x in held.values()) + self.derived_bytes + form.batch * form.heads * waiting * token
 
     def _own(self) -> dict[str, Tensor]:
         """The tensors that every memory of this kind has, by name."""

@@ -57,19 +57,29 @@ class Tokens(NamedTuple):
         mask, decay, bias = (None if x is None else change(x) for x in self[2:])
         return Tokens(change(self.k), change(self.v), mask, decay, bias)
 
+    def with_mask(self) -> "Tokens":
+        """The tokens with a padding mask, which says that all are real where they have none."""
+        shape, device = (self.k.shape[0], self.length), self.k.device
+        return self if self.mask is not None else self._replace(mask=torch.ones(shape, dtype=torch.bool, device=device))
+
+    def completed(self, other: "Tokens") -> "Tokens":
+        """The tokens with every entry that the other ones have: no padding, no decay, no bias."""
+        whole = self if other.mask is None else self.with_mask()
+        shape = self.k.shape[:3]
+        if whole.log_decay is None and other.log_decay is not None:
+            whole = whole._replace(log_decay=other.log_decay.new_zeros(shape))
+        if whole.key_bias is None and other.key_bias is not None:
+            whole = whole._replace(key_bias=other.key_bias.new_zeros(shape))
+        return whole
+
     def preceded(self, n: int) -> "Tokens":
         """The tokens after n of padding."""
         if n == 0:
             return self
-        mask = (
-            torch.ones(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device)
-            if self.mask is None
-            else self.mask
-        )
-        decay, bias = (None if x is None else F.pad(x, (n, 0)) for x in (self.log_decay, self.key_bias))
-        return Tokens(
-            F.pad(self.k, (0, 0, n, 0)), F.pad(self.v, (0, 0, n, 0)), F.pad(mask, (n, 0), value=False), decay, bias
-        )
+        k, v, mask, *extra = self.with_mask()
+        assert mask is not None
+        decay, bias = (None if x is None else F.pad(x, (n, 0)) for x in extra)
+        return Tokens(F.pad(k, (0, 0, n, 0)), F.pad(v, (0, 0, n, 0)), F.pad(mask, (n, 0), value=False), decay, bias)
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -84,29 +94,13 @@ def joined(a: Tokens | None, b: Tokens) -> Tokens:
     """The tokens of a and then those of b; what one of them lacks is filled in."""
     if a is None or a.length == 0:
         return b
-    mask = None
-    if a.mask is not None or b.mask is not None:
-        mask = torch.cat(
-            [
-                _or_filled(a.mask, (a.k.shape[0], a.length), True, b.mask),
-                _or_filled(b.mask, (b.k.shape[0], b.length), True, a.mask),
-            ],
-            1,
-        )
-    extra = []
-    for x, y in ((a.log_decay, b.log_decay), (a.key_bias, b.key_bias)):
-        both = x is not None or y is not None
-        extra.append(
-            torch.cat([_or_filled(x, a.k.shape[:3], 0, y), _or_filled(y, b.k.shape[:3], 0, x)], 2) if both else None
-        )
-    return Tokens(torch.cat([a.k, b.k.to(a.k)], 2), torch.cat([a.v, b.v.to(a.v)], 2), mask, *extra)
+    a, b = a.completed(b), b.completed(a)
 
+    def both(x: Tensor | None, y: Tensor | None, axis: int) -> Tensor | None:
+        return None if x is None or y is None else torch.cat([x, y], axis)
 
-def _or_filled(x: Tensor | None, shape: tuple[int, ...], value: float, like: Tensor | None) -> Tensor:
-    if x is not None:
-        return x
-    assert like is not None
-    return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+    k, v = torch.cat([a.k, b.k.to(a.k)], 2), torch.cat([a.v, b.v.to(a.v)], 2)
+    return Tokens(k, v, both(a.mask, b.mask, 1), both(a.log_decay, b.log_decay, 2), both(a.key_bias, b.key_bias, 2))
 
 
 __all__ = ["Tokens", "joined"]

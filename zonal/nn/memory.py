@@ -12,7 +12,7 @@ from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
-from zonal.memory.alike import digests_of_draws, same_declaration
+from zonal.memory.alike import digests_of_draws, same_declaration, unlike_digests
 from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"
@@ -63,9 +63,8 @@ class LayerDecoder:
     ) -> "LayerDecoder":
         """The decoder after ``tokens`` more tokens, which have come into the operator's."""
         decoder = absorbed if isinstance(absorbed, Decoder) else absorbed.decoder()
-        return LayerDecoder(
-            decoder, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {}
-        )
+        padding = _padding(self.padding, key_padding_mask)
+        return LayerDecoder(decoder, tail, self.length + tokens, padding, carried or {})
 
     def value(self) -> "LayerMemory":
         """The memory of all tokens so far. Later steps do not change it."""
@@ -113,12 +112,8 @@ class LayerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes held, all rows and spans together."""
-        own = (
-            self.memory.nbytes
-            + (0 if self.tail is None else self.tail.nbytes)
-            + sum(value.nbytes for value in self.carried.values())
-        )
-        return own + sum(other.nbytes for other in self.others)
+        tensors = [*([] if self.tail is None else [self.tail]), *self.carried.values()]
+        return self.memory.nbytes + sum(x.nbytes for x in (*tensors, *self.others))
 
     def advance(
         self,
@@ -130,9 +125,8 @@ class LayerMemory:
     ) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
         assert isinstance(absorbed, Memory)
-        return LayerMemory(
-            absorbed, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {}
-        )
+        padding = _padding(self.padding, key_padding_mask)
+        return LayerMemory(absorbed, tail, self.length + tokens, padding, carried or {})
 
     def decoder(self) -> LayerDecoder:
         """A decoder that continues from here; the layer takes it in place of a memory. This memory is not changed."""
@@ -233,10 +227,8 @@ class LayerMemory:
         order = torch.arange(self.batch)
         order[places] = self.batch + torch.arange(places.numel())
         found = _rows_of([self, other], memory)._picked(memory, order)
-        return dataclasses.replace(
-            found,
-            others=tuple(mine.scatter(index, theirs) for mine, theirs in zip(self.others, other.others, strict=True)),
-        )
+        both = zip(self.others, other.others, strict=True)
+        return dataclasses.replace(found, others=tuple(mine.scatter(index, theirs) for mine, theirs in both))
 
     @staticmethod
     def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
@@ -246,10 +238,8 @@ class LayerMemory:
                 "LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model."
             )
         found = _rows_of(memories, Memory.stack([memory.memory for memory in memories]))
-        return dataclasses.replace(
-            found,
-            others=tuple(LayerMemory.stack(each) for each in zip(*(memory.others for memory in memories), strict=True)),
-        )
+        others = zip(*(memory.others for memory in memories), strict=True)
+        return dataclasses.replace(found, others=tuple(LayerMemory.stack(each) for each in others))
 
     def unbind(self) -> "tuple[LayerMemory, ...]":
         """A memory for each sequence, without the padding that ``stack`` gave it."""
@@ -257,10 +247,10 @@ class LayerMemory:
             placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self.reached()[row : row + 1])
             for row, memory in enumerate(self.memory.unbind())
         )
-        others = [other.unbind() for other in self.others]
-        return tuple(
-            dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows)
-        )
+        if not self.others:
+            return tuple(rows)
+        others = zip(*(other.unbind() for other in self.others), strict=True)
+        return tuple(dataclasses.replace(row, others=each) for row, each in zip(rows, others, strict=True))
 
     # --- files and copies -------------------------------------------------------------------------------------------
 
@@ -270,35 +260,14 @@ class LayerMemory:
 
     def fork(self) -> "LayerMemory":
         """A copy that shares no storage."""
-        return LayerMemory(
-            self.memory.fork(),
-            None if self.tail is None else self.tail.clone(),
-            self.length,
-            None if self.padding is None else self.padding.clone(),
-            {name: value.clone() for name, value in self.carried.items()},
-            tuple(other.fork() for other in self.others),
-        )
+        return self._each(lambda layer: layer._changed(layer.memory.fork(), torch.clone))
 
     def to(self, device: torch.device | str) -> "LayerMemory":
         """The memory on another device. The layer's operator stays where it is: move the layer, too."""
-        return LayerMemory(
-            self.memory.to(device),
-            None if self.tail is None else self.tail.to(device),
-            self.length,
-            None if self.padding is None else self.padding.to(device),
-            {name: value.to(device) for name, value in self.carried.items()},
-            tuple(other.to(device) for other in self.others),
-        )
+        return self._each(lambda layer: layer._changed(layer.memory.to(device), lambda x: x.to(device)))
 
     def __repr__(self) -> str:
-        besides = [
-            name
-            for name, there in (
-                ("a convolution's tail", self.tail is not None),
-                *((name, True) for name in self.carried),
-            )
-            if there
-        ]
+        besides = [*([] if self.tail is None else ["a convolution's tail"]), *self.carried]
         besides += [f"{len(self.others)} more memories"] if self.others else []
         return f"LayerMemory({self.memory!r}, {self.length} tokens read{''.join(f', {what}' for what in besides)})"
 
@@ -316,19 +285,23 @@ class LayerMemory:
     def _mark(self) -> dict[str, Tensor]:
         """How the layer stands: what ``_marked`` goes back to."""
         tail = {} if self.tail is None else {"tail": self.tail}
+        carried = {f"carried.{name}": value for name, value in self.carried.items()}
         reached = self.reached()
-        return {"length": reached, "padding": torch.zeros_like(reached), **tail} | {
-            f"carried.{name}": value for name, value in self.carried.items()
-        }
+        return {"length": reached, "padding": torch.zeros_like(reached)} | tail | carried
 
     def _picked(self, memory: Memory, index: Tensor) -> "LayerMemory":
+        """The rows ``index`` of this layer, whose memory is given, without the others."""
         index = index.to(memory.form.device)
-        return LayerMemory(
-            memory,
-            None if self.tail is None else self.tail[index],
-            self.length,
-            None if self.padding is None else self.padding[index],
-            {name: value[index] for name, value in self.carried.items()},
+        return dataclasses.replace(self._changed(memory, lambda x: x[index]), others=())
+
+    def _changed(self, memory: Memory, tensor: Callable[[Tensor], Tensor]) -> "LayerMemory":
+        """This layer with another memory, and its tensors changed alike."""
+        return dataclasses.replace(
+            self,
+            memory=memory,
+            tail=None if self.tail is None else tensor(self.tail),
+            padding=None if self.padding is None else tensor(self.padding),
+            carried={name: tensor(value) for name, value in self.carried.items()},
         )
 
 
@@ -375,9 +348,7 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], o
     headers = []
     for index, layer in enumerate(_flat(layers)):
         named = {f"memory.{name}": value for name, value in layer.memory.contents().items()}
-        named |= {
-            name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None
-        }
+        named |= {name: x for name in ("tail", "padding") if (x := getattr(layer, name)) is not None}
         named |= {f"carried.{name}": value for name, value in layer.carried.items()}
         tensors |= {f"{index}.{name}": value for name, value in named.items()}
         operator = {"operator": layer.memory.operator.config(), "drawn": digests_of_draws(layer.memory.operator)}
@@ -429,9 +400,8 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     form, operator = like.memory.form, like.memory.operator
     if not same_declaration(Operator.from_config(about["operator"]), operator):
         raise ValueError(f"the operator is {about['operator']['spec']!r}, the layer has {operator.spec!r}")
-    drawn, told = digests_of_draws(operator), about.get("drawn")
-    if told is not None and drawn != told:  # files of earlier versions do not tell
-        unlike = sorted(name for name in {*drawn, *told} if drawn.get(name) != told.get(name))
+    told = about.get("drawn")  # files of earlier versions do not tell
+    if told is not None and (unlike := unlike_digests(digests_of_draws(operator), told)):
         raise ValueError(f"its operator drew other numbers ({', '.join(unlike)}) than the layer's")
     expected = {"memory": like.memory.kind, "heads": form.heads, "key_dim": form.key_dim, "value_dim": form.value_dim}
     for name, value in expected.items():
