@@ -8,9 +8,7 @@ Paper: Zhang et al. 2024.
 from typing import Literal
 
 from zonal.algebra import Operator
-from zonal.features import (
-    LearnedExp,
-)
+from zonal.features import LearnedExp
 from zonal.mechanisms.of_features import of_features
 from zonal.mechanisms.registry import mechanism
 

@@ -3,10 +3,7 @@
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
 from zonal.algebra.link import Identity
-from zonal.features import (
-    FeatureMap,
-    Features,
-)
+from zonal.features import FeatureMap, Features
 
 
 def of_features(

@@ -5,9 +5,7 @@ head. Paper: Choromanski et al. 2021 (FAVOR+).
 """
 
 from zonal.algebra import Operator
-from zonal.features import (
-    PositiveRandom,
-)
+from zonal.features import PositiveRandom
 from zonal.mechanisms.of_features import of_features
 from zonal.mechanisms.registry import mechanism
 

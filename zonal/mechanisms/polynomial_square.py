@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.algebra.link import PolynomialSquare, Yat
 from zonal.algebra.score import Cosine
 from zonal.features import SquareFit, fit_square, row_weights
@@ -57,7 +57,7 @@ def polynomial_square(
         d_qk is None or d_qk >= 2,
         f"polynomial_square: d_qk must be >= 2 (unit vectors of one number have no angle), received {d_qk}.",
     )
-    require(fit in ("density", "data"), f"polynomial_square: fit must be 'density' or 'data', received {fit!r}.")
+    require_one_of("polynomial_square: fit", fit, ("density", "data"))
     require(
         (fit == "data") == (data is not None),
         "polynomial_square: fit='data' and data=(q, k) go together. Pass both, or neither.",
@@ -71,20 +71,15 @@ def polynomial_square(
         "polynomial_square: coefficients and degree were both given. Pass one of the two.",
     )
     if degree is not None:
-        link = (
-            fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk)
-            if data is None
-            else _fitted_rows(Yat(eps), degree, data)
-        ).link
+        dim = 16 if d_qk is None else d_qk
+        link = (fit_square(Yat(eps), degree, dim=dim) if data is None else _fitted_rows(Yat(eps), degree, data)).link
         # the last digits of a fit differ from process to process, and a declaration must not
         coefficients, floor = tuple(float(f"{c:.9g}") for c in link.polynomial), float(f"{link.floor:.9g}")
     elif coefficients is None:
         coefficients = (0.1, 0.3, 1.0)
-    spec = (
-        None
-        if data is None
-        else f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
-    )
+    spec = None
+    if data is not None:
+        spec = f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
     return Operator(
         Cosine(),
         PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn),

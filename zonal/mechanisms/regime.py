@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Anchor, Koopman
-from zonal.algebra.declaration import Declaration, declared, require, require_whole
+from zonal.algebra.declaration import Declaration, declared, require, require_one_of, require_whole
 from zonal.algebra.link import Link
 from zonal.algebra.operator import LayerInit, Readout
 from zonal.algebra.prior import Prior
@@ -80,12 +80,8 @@ def regime(
     linked, anchored = _part(link, declared("link"), "link"), _part(anchor, declared("anchor"), "anchor")
     require(isinstance(prior, tuple), f"regime: prior must be a tuple of texts such as ('alibi',), received {prior!r}.")
     priors = tuple(_part(text, declared("prior"), "prior") for text in prior)
-    require(
-        readout in ("auto", "head", "concat", None),
-        f"regime: readout must be 'auto', 'head', 'concat' or None, received {readout!r}.",
-    )
-    known = ("auto", *get_args(LayerInit))
-    require(layer_init in known, f"regime: layer_init must be one of {', '.join(known)}, received {layer_init!r}.")
+    require_one_of("regime: readout", readout, ("auto", "head", "concat", None))
+    require_one_of("regime: layer_init", layer_init, ("auto", *get_args(LayerInit)))
     if rank is not None:
         require_whole("regime: rank", rank)
     assert isinstance(scored, Score)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require_one_of, require_positive
 from zonal.algebra.link import Exp, Identity
 from zonal.features import Features, Stationary
 from zonal.features.stationary import Stationarity
@@ -46,8 +46,8 @@ def rewa_functional(
 
     Raises: ArgumentError for unknown names and sizes out of range. Source: REWA (004).
     """
-    require(form in ("softmax", "linear"), f"rewa_functional: form must be softmax or linear, received {form!r}.")
-    require(temperature > 0, f"rewa_functional: temperature must be > 0, received {temperature}.")
+    require_one_of("rewa_functional: form", form, ("softmax", "linear"))
+    require_positive("rewa_functional: temperature", temperature)
     signed = form == "softmax"
     score = Features(
         Stationary(size, kappa, width, smoothness, orthogonal, learn, signed),

@@ -32,9 +32,9 @@ def plan(
             f"{call}: bounds must be two numbers (low, high), received {bounds!r}.",
         )
         return BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
-    return (
-        Plan(tolerance, limit, learn=learn) if rho is None else UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
-    )
+    if rho is None:
+        return Plan(tolerance, limit, learn=learn)
+    return UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
 
 
 @mechanism(

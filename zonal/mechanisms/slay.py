@@ -5,19 +5,12 @@ S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, with phi 
 Paper: SLAY (001).
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.declaration import require
-from zonal.features import (
-    Anchors,
-    FeatureMap,
-    Nystrom,
-    RandomMaclaurin,
-    Slay,
-    TensorSketch,
-    square,
-)
+from zonal.features import Anchors, FeatureMap, Nystrom, RandomMaclaurin, Slay, TensorSketch, square
 from zonal.features.landmarks import Choice
 from zonal.features.quadrature import Rule
 from zonal.features.slay import Fusion
@@ -25,23 +18,14 @@ from zonal.mechanisms.of_features import of_features
 from zonal.mechanisms.registry import mechanism
 
 Factor = Literal["anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none"]
-_FACTORS = ("anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none")
-
-
-def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap | None:
-    match name:
-        case "anchors":
-            return Anchors(size, choice, learn)
-        case "exact":
-            return square()
-        case "nystrom":
-            return Nystrom(size, choice=choice)
-        case "tensor_sketch":
-            return TensorSketch(size)
-        case "maclaurin":
-            return RandomMaclaurin(size)
-        case "none":
-            return None
+_FACTORS: dict[Factor, Callable[[int, bool, Choice], FeatureMap | None]] = {
+    "anchors": lambda size, learn, choice: Anchors(size, choice, learn),
+    "exact": lambda size, learn, choice: square(),
+    "nystrom": lambda size, learn, choice: Nystrom(size, choice=choice),
+    "tensor_sketch": lambda size, learn, choice: TensorSketch(size),
+    "maclaurin": lambda size, learn, choice: RandomMaclaurin(size),
+    "none": lambda size, learn, choice: None,
+}
 
 
 @mechanism(
@@ -96,7 +80,7 @@ def slay(
         eps=eps,
         nodes=nodes,
         rule=rule,
-        polynomial=_factor(polynomial, preset.draws if size is None else size, learn, choice),
+        polynomial=_FACTORS[polynomial](preset.draws if size is None else size, learn, choice),
         draws=preset.draws if draws is None else draws,
         orthogonal=orthogonal,
         antithetic=antithetic,

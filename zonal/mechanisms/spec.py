@@ -37,9 +37,8 @@ def made(
     name, keywords = _read(spec)
     if name not in makers:
         raise unknown_name("operator spec", "operator", name, [*makers])
-    given = given or {}
-    known = [p for p in inspect.signature(makers[name]).parameters if p not in hidden and p not in given]
-    maker = makers[name]
+    given, maker = given or {}, makers[name]
+    known = [p for p in inspect.signature(maker).parameters if p not in hidden and p not in given]
     hints = typing.get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
     arguments: dict[str, Any] = {}
     for keyword in keywords:
@@ -79,17 +78,11 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
             "ska(power=1)."
         ) from error
     call = node if isinstance(node, ast.Call) else None
-    name = (
-        node.id
-        if isinstance(node, ast.Name)
-        else call.func.id
-        if call is not None and isinstance(call.func, ast.Name)
-        else None
-    )
+    named = node if call is None else call.func
+    name = named.id if isinstance(named, ast.Name) else None
     if name is None or (call is not None and (call.args or any(k.arg is None for k in call.keywords))):
         raise ArgumentError(
-            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …) with keyword arguments "
-            "only."
+            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …) with keywords only."
         )
     return name, call.keywords if call is not None else []
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 from zonal.models import files
 from zonal.models.config import ModelConfig
-from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
+from zonal.models.cross_entropy import predict_rows
 from zonal.models.decoder import ModelDecoder
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
@@ -21,7 +21,6 @@ from zonal.names import known_names
 from zonal.nn import Attention, Records, Rotary, TokenMixer
 from zonal.nn.memory import Past, load_memories
 
-IGNORE = -100
 FINISHED = -1
 
 
@@ -110,11 +109,10 @@ class CausalLM(LanguageModel):
 
         Raises: ArgumentError if tokens or masks do not fit.
         """
-        return self._logits(
-            self.hidden(
-                tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
-            )
+        hidden = self.hidden(
+            tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
         )
+        return self._logits(hidden)
 
     def hidden(
         self,
@@ -129,36 +127,9 @@ class CausalLM(LanguageModel):
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens, action_mask)
         for block in self.blocks:
-            records = self.history.kept(
-                records,
-                block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored),
-            )
+            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored)
+            records = self.history.kept(records, x)
         return self.norm(self.history(records))
-
-    def loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> tuple[Tensor, int]:
-        """Cross-entropy at supervised positions.
-
-        Args:
-            tokens: (B, T).
-            targets: int64 (B, T), the token to predict at each position. −100: not supervised; the head does not run
-                there.
-            key_padding_mask, cu_seqlens, path: as in ``forward``.
-
-        Returns: the sum in nats (a scalar, float32 or better) and the number of supervised positions.
-
-        Raises: ArgumentError if shapes or tokens do not fit.
-        """
-        supervised = self._supervised("loss", tokens, targets)
-        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
-        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
 
     @torch.no_grad()
     def predict(
@@ -202,8 +173,7 @@ class CausalLM(LanguageModel):
         position: int = 0,
     ) -> ModelMemory:
         """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the model.
-        position:
-        the position of the first token.
+        position: of the first token.
         """
         layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
         return ModelMemory(tuple(layer.at(position) for layer in layers) if position else layers, self._origin())
@@ -511,21 +481,6 @@ class CausalLM(LanguageModel):
             found.append(self.norm(hidden))
         return torch.cat(found, dim=1)
 
-    def _check_tokens(self, call: str, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(
-                f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of "
-                f"shape {tuple(tokens.shape)}."
-            )
-        # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding
-        # itself refuses
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            low, high = (int(value) for value in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ArgumentError(
-                    f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}."
-                )
-
     def _check_ends(self, call: str, key_padding_mask: Tensor | None) -> None:
         if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
             raise ArgumentError(
@@ -543,21 +498,3 @@ class CausalLM(LanguageModel):
         if self._known_origin is None or self._known_origin[0] != state:
             self._known_origin = (state, fingerprint(self))
         return self._known_origin[1]
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        self._check_tokens("forward", tokens)
-        return self.embedding(tokens)
-
-    def _supervised(self, call: str, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) bool, where there is a target."""
-        if targets.shape != tokens.shape or targets.dtype != torch.int64:
-            raise ArgumentError(
-                f"CausalLM.{call}: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received "
-                f"{targets.dtype} of shape {tuple(targets.shape)}."
-            )
-        supervised = targets != IGNORE
-        if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
-            raise ArgumentError(
-                f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size})."
-            )
-        return supervised

@@ -1,14 +1,22 @@
 """Parts of a model, made from the names in its config, and what models of tokens share."""
 
+import abc
 from collections.abc import Iterable, Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
+from zonal.models.cross_entropy import cross_entropy_sum
+from zonal.names import known_names
 from zonal.nn import Block, DenseSkip, Draws, KoopmanMLP, Latest, MixtureOfExperts, RMSNorm, Rotary, SwiGLU, TokenMixer
 from zonal.nn.block import FeedForward
 from zonal.nn.stage import LATEST
+
+IGNORE = -100
+"""The target of positions that are not supervised."""
 
 
 def mlp_of(config: ModelConfig) -> FeedForward | None:
@@ -32,7 +40,8 @@ def rotary_of(config: ModelConfig) -> Rotary | bool:
     return Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
 
 
-class LanguageModel(nn.Module):
+@known_names
+class LanguageModel(nn.Module, abc.ABC):
     """Embedding, one residual block per mixer, norm, and an output head, which may be the embedding.
 
     block: the class of the blocks.
@@ -66,6 +75,77 @@ class LanguageModel(nn.Module):
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
 
+    @abc.abstractmethod
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor:
+        """tokens (B, T) -> the input of the output head, (B, T, dim)."""
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> tuple[Tensor, int]:
+        """Cross-entropy at supervised positions.
+
+        Args:
+            tokens: (B, T).
+            targets: int64 (B, T), the token to predict at each position. −100: not supervised; the head does not run
+                there.
+            key_padding_mask, cu_seqlens, path: as in ``forward``.
+
+        Returns: the sum in nats (a scalar, float32 or better) and the number of supervised positions.
+
+        Raises: ArgumentError if shapes or tokens do not fit.
+        """
+        supervised = self._supervised("loss", tokens, targets)
+        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
+
+    def _supervised(self, call: str, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) bool, where there is a target."""
+        call = f"{type(self).__name__}.{call}"
+        if targets.shape != tokens.shape or targets.dtype != torch.int64:
+            raise ArgumentError(
+                f"{call}: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received "
+                f"{targets.dtype} of shape {tuple(targets.shape)}."
+            )
+        supervised = targets != IGNORE
+        if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
+            raise ArgumentError(
+                f"{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size})."
+            )
+        return supervised
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        self._check_tokens("forward", tokens)
+        return self.embedding(tokens)
+
+    def _check_tokens(self, call: str, tokens: Tensor) -> None:
+        call = f"{type(self).__name__}.{call}"
+        if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(
+                f"{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of "
+                f"shape {tuple(tokens.shape)}."
+            )
+        # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding
+        # itself refuses
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (int(value) for value in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ArgumentError(
+                    f"{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}."
+                )
+
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -78,4 +158,4 @@ class LanguageModel(nn.Module):
         return F.linear(hidden, self._head_weight())
 
 
-__all__ = ["LanguageModel", "history_of", "mlp_of", "rotary_of"]
+__all__ = ["IGNORE", "LanguageModel", "history_of", "mlp_of", "rotary_of"]

@@ -5,13 +5,10 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
-from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import operators_in
 from zonal.models.parts import LanguageModel, rotary_of
 from zonal.names import known_names
 from zonal.nn import Attention, Records
-
-_UNSUPERVISED = -100
 
 
 @known_names
@@ -65,18 +62,12 @@ class TextEncoder(LanguageModel):
         """tokens (B, T) -> (B, T, dim). Masks and path as in ``nn.Attention``.
 
         Raises:
-            ArgumentError: tokens are not integers (B, T).
+            ArgumentError: tokens are not integers (B, T) of the vocabulary.
         """
-        if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(
-                f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape "
-                f"{tuple(tokens.shape)}."
-            )
-        records: Records = (self.embedding(tokens),)
+        records: Records = (self._embed(tokens),)
         for block in self.blocks:
-            records = self.history.kept(
-                records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-            )
+            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+            records = self.history.kept(records, x)
         return self.norm(self.history(records))
 
     def forward(
@@ -97,27 +88,6 @@ class TextEncoder(LanguageModel):
             return x.mean(1)
         real = key_padding_mask[..., None]
         return torch.where(real, x, 0).sum(1) / real.sum(1).clamp_min(1)
-
-    def loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> tuple[Tensor, int]:
-        """Cross-entropy at positions whose ``targets`` (B, T) is not -100: the sum in nats and the number of these
-        positions, as in ``CausalLM.loss``.
-        """
-        if targets.shape != tokens.shape or targets.dtype != torch.int64:
-            raise ArgumentError(
-                f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received "
-                f"{targets.dtype} of shape {tuple(targets.shape)}."
-            )
-        supervised = targets != _UNSUPERVISED
-        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
-        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
 
 
 __all__ = ["TextEncoder"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Anchor, Blocks, SumAnchor, TopK
 from zonal.algebra.carrier import Buckets, Factor
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_positive, require_whole
 from zonal.algebra.prior import visibility
 
 
@@ -55,10 +55,7 @@ class LogSumExp(Aggregation):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            self.temperature > 0,
-            f"LogSumExp: temperature must be > 0, received {self.temperature}. For the limit 0 use Max().",
-        )
+        require_positive("LogSumExp: temperature", self.temperature, "its limit 0 is Max()")
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         top = factor.largest(log_kernel.detach().mT).mT

@@ -101,14 +101,11 @@ def refusal(operator: Operator) -> str | None:
         return f"the kernel of {operator.spec} may be negative"
     if operator.tags.solves:
         return (
-            f"the weights of {operator.spec} solve with the kernel among keys, and no probe of its queries' "
-            "kernel gives them"
+            f"{operator.spec} solves with the kernel among keys, and no probe of its queries' kernel gives its weights"
         )
     if not isinstance(operator.anchor, Row | TopK | Count | Raw | PlanAnchor):
-        return (
-            f"the anchor of {operator.spec}, {type(operator.anchor).__name__}, ties the weights of blocks, "
-            "and no probe of single pairs gives them"
-        )
+        anchor = type(operator.anchor).__name__
+        return f"the anchor of {operator.spec}, {anchor}, ties the weights of blocks, and no probe of pairs gives them"
     return None
 
 
@@ -130,18 +127,15 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
     """
     for rank in ranks:
         require_whole("theory.heads.forms: ranks", rank)
-    rising = len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1]
     require(
-        rising,
+        len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1],
         f"theory.heads.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, "
         f"received {tuple(ranks)}.",
     )
     _check(layer, "forms")
     call = layer.called(x)
-    return [
-        _form(kernel, _probe(call, head), ranks, refine)
-        for head, kernel in enumerate(layer.evidence_of(call).unbind(1))
-    ]
+    kernels = enumerate(layer.evidence_of(call).unbind(1))
+    return [_form(kernel, _probe(call, head), ranks, refine) for head, kernel in kernels]
 
 
 @torch.no_grad()
@@ -153,10 +147,8 @@ def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
         f"theory.heads.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.",
     )
     _check(layer, "maps")
-    return [
-        _maps(kernel, weights, rank)
-        for kernel, weights in zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)
-    ]
+    heads = zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)
+    return [_maps(kernel, weights, rank) for kernel, weights in heads]
 
 
 def _check(layer: Attention, call: str) -> None:
@@ -170,9 +162,8 @@ def _probe(call: Call, head: int) -> Probe:
     anchor = call.bound.anchor
     if isinstance(anchor, PlanAnchor):
         assert call.marginals is not None
-        return _PlanProbe(
-            anchor, Marginals(call.marginals.query[:, head : head + 1], call.marginals.key[:, head : head + 1])
-        )
+        query, key = (mass[:, head : head + 1] for mass in call.marginals[:2])
+        return _PlanProbe(anchor, Marginals(query, key))
     if isinstance(anchor, Count):
         return probe.Kernel(-call.visibility.count(call.device)[0, 0].clamp_min(1).double().log())
     return probe.Kernel() if isinstance(anchor, Raw) else probe.Rows()
@@ -193,18 +184,12 @@ def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) ->
     whole, interaction = max(sum(energies), 1e-300), probe.energies(log_kernel).interaction
     rows, columns, _ = shares = [part / whole for part in energies]
     made = [probe.normal_form(log_kernel, rank) for rank in ranks]
-    better = (
-        [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in made]
-        if refine and not isinstance(seen, _PlanProbe)
-        else []
-    )
+    refinable = made if refine and not isinstance(seen, _PlanProbe) else []
+    better = [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in refinable]
     fields = made[0].rows[..., None] + made[0].columns[..., None, :]
     alone = probe.centred(log_kernel, "row").rows[..., None].expand_as(log_kernel)
-    values = (
-        torch.linalg.svdvals(probe.centred(log_kernel).interaction.masked_fill(log_kernel.isneginf(), 0))
-        .square()
-        .sum(0)
-    )
+    filled = probe.centred(log_kernel).interaction.masked_fill(log_kernel.isneginf(), 0)
+    values = torch.linalg.svdvals(filled).square().sum(0)
 
     def apart(model: Tensor) -> float:
         return float(probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)].mean())

@@ -14,12 +14,12 @@ Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.declaration import require, require_one_of, require_positive, require_whole
 from zonal.errors import ArgumentError
 
 By = Literal["row", "column", "both"]
@@ -36,13 +36,8 @@ class Observed(NamedTuple):
 class Probe:
     """An observable of a kernel. ``left``, ``right``: whether it is blind to positive factors per row, per column."""
 
-    @property
-    def left(self) -> bool:
-        raise NotImplementedError(f"{type(self).__name__}.left")
-
-    @property
-    def right(self) -> bool:
-        raise NotImplementedError(f"{type(self).__name__}.right")
+    left: ClassVar[bool] = False
+    right: ClassVar[bool] = False
 
     def observe(self, log_kernel: Tensor) -> Observed:
         """log K (..., T, S) -> what is seen, in float64."""
@@ -53,13 +48,7 @@ class Probe:
 class Rows(Probe):
     """The row-conditional K_ts / sum_u K_tu. A row without a key is empty, with the factor 1."""
 
-    @property
-    def left(self) -> bool:
-        return True
-
-    @property
-    def right(self) -> bool:
-        return False
+    left = True
 
     def observe(self, log_kernel: Tensor) -> Observed:
         log_kernel = _checked("probe.Rows", log_kernel)
@@ -77,21 +66,10 @@ class Kernel(Probe):
 
     log_factor: Tensor | None = None
 
-    @property
-    def left(self) -> bool:
-        return False
-
-    @property
-    def right(self) -> bool:
-        return False
-
     def observe(self, log_kernel: Tensor) -> Observed:
         log_kernel = _checked("probe.Kernel", log_kernel)
-        left = (
-            torch.zeros_like(log_kernel[..., 0])
-            if self.log_factor is None
-            else self.log_factor.to(log_kernel).expand(log_kernel.shape[:-1])
-        )
+        left = torch.zeros_like(log_kernel[..., 0])
+        left = left if self.log_factor is None else left + self.log_factor.to(log_kernel)
         return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
 
 
@@ -124,11 +102,8 @@ class EntropicPlan(Probe):
             "probe.EntropicPlan: rho must be two numbers >= 0, or None for an exact constraint, received "
             f"{self.rho!r}.",
         )
-        require(
-            self.reference in ("masses", "kernel"),
-            f"probe.EntropicPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.",
-        )
-        require(self.tolerance > 0, f"probe.EntropicPlan: tolerance must be > 0, received {self.tolerance}.")
+        require_one_of("probe.EntropicPlan: reference", self.reference, ("masses", "kernel"))
+        require_positive("probe.EntropicPlan: tolerance", self.tolerance)
         require_whole("probe.EntropicPlan: iterations", self.iterations)
 
     @property
@@ -148,10 +123,8 @@ class EntropicPlan(Probe):
                 f"probe.EntropicPlan: every row and column needs an allowed pair, but {side} "
                 f"{empty[0, -1] if len(empty) else 0} has none. Leave it out.",
             )
-        mu, nu = (
-            self._marginal("rows", self.rows, log_kernel.shape[-2]),
-            self._marginal("columns", self.columns, log_kernel.shape[-1]),
-        )
+        mu = self._marginal("rows", self.rows, log_kernel.shape[-2])
+        nu = self._marginal("columns", self.columns, log_kernel.shape[-1])
         masses = float(mu.sum()), float(nu.sum())
         fits = not (self.left and self.right) or math.isclose(*masses, rel_tol=1e-9)
         require(
@@ -173,17 +146,13 @@ class EntropicPlan(Probe):
             # and is reported
             if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
                 return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
-        off = float(
-            ((log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp() - mu.to(log_kernel.device))
-            .abs()
-            .sum()
-        )
+        given = (log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp()
+        off = float((given - mu.to(log_kernel.device)).abs().sum())
         raise ArgumentError(
             f"probe.EntropicPlan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and "
-            f"rows miss their marginals by {off:.2g} in all. The mask "
-            "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform "
-            "marginals, the diagonal). Allow more pairs, "
-            "soften a side with rho, or raise iterations."
+            f"rows miss their marginals by {off:.2g} in all. The mask leaves no plan with these marginals, or one that "
+            "only a limit reaches (under a causal mask with uniform marginals, the diagonal). Allow more pairs, soften "
+            "a side with rho, or raise iterations."
         )
 
     @staticmethod
@@ -248,7 +217,7 @@ def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fi
 
     Raises: ArgumentError for scores that are not finite or -inf, or weights that do not fit.
     """
-    require(by in ("row", "column", "both"), f"probe.centred: by must be 'row', 'column' or 'both', received {by!r}.")
+    require_one_of("probe.centred: by", by, get_args(By))
     scores = _checked("probe.centred", scores)
     weight = _weights("probe.centred", scores, weight)
     filled, zeros_r, zeros_c = _filled(scores), torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
@@ -298,14 +267,8 @@ def energies(scores: Tensor, weight: Tensor | None = None) -> Energies:
     weight = _weights("probe.energies", scores, weight)
     filled = _filled(scores)
     mean = (weight * filled).sum((-1, -2), keepdim=True) / weight.sum((-1, -2), keepdim=True).clamp_min(1e-300)
-    total, by_row, rest = (
-        _square(x, weight)
-        for x in (
-            scores - mean,
-            centred(scores, "row", weight).interaction,
-            centred(scores, "both", weight).interaction,
-        )
-    )
+    total = _square(scores - mean, weight)
+    by_row, rest = (_square(centred(scores, by, weight).interaction, weight) for by in ("row", "both"))
     return Energies(total - by_row, by_row - rest, rest)
 
 
@@ -357,9 +320,8 @@ def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, swee
     best = weight is None and not bool(fields.interaction.isneginf().any())
     if not best:
         queries, keys = _alternate(target, weight_, queries, keys, sweeps)
-    return NormalForm(
-        fields.rows, fields.columns, queries, keys, _explained(target, queries @ keys.mT, weight_, scores), best
-    )
+    explained = _explained(target, queries @ keys.mT, weight_, scores)
+    return NormalForm(fields.rows, fields.columns, queries, keys, explained, best)
 
 
 def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
@@ -382,9 +344,8 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """
     gram = torch.einsum("...ts,...sa,...sb->...tab", weight, keys, keys)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    lower, _ = torch.linalg.cholesky_ex(
-        gram + torch.diag_embed((1e-11 * trace + 1e-30)[..., None].expand(*trace.shape, gram.shape[-1]))
-    )
+    least = (1e-11 * trace + 1e-30)[..., None].expand(*trace.shape, gram.shape[-1])
+    lower, _ = torch.linalg.cholesky_ex(gram + torch.diag_embed(least))
     return torch.cholesky_solve(((weight * target) @ keys)[..., None], lower)[..., 0]
 
 
@@ -393,10 +354,8 @@ def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tens
 
     KL(p | m) = sum p log(p/m) - p + m, the usual one for rows of sum 1. Empty rows give 0.
     """
-    seen, model = (
-        probe.observe(log_kernel).log,
-        probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log,
-    )
+    seen = probe.observe(log_kernel).log
+    model = probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
     apart = (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
     return apart if isinstance(probe, Rows) else apart - seen.exp().sum(-1) + model.exp().sum(-1)
 
@@ -442,19 +401,17 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
             for x, old in zip(parts, start, strict=True)
         )
         weight, target = _weights("probe.refined", scores, None), _filled(centred(scores).interaction)
-        made = centred(
-            (columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))
-        ).interaction
-    return NormalForm(
-        rows[0] if rows else form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False
-    )
+        model = (columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))
+        explained = _explained(target, _filled(centred(model).interaction), weight, scores)
+    return NormalForm(rows[0] if rows else form.rows, columns, queries, keys, explained, False)
 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
-    good = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and bool((log_kernel < float("inf")).all())
-    require(good, f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received "
-                  f"{log_kernel.dtype} of shape {tuple(log_kernel.shape)}"
-                  f"{'' if log_kernel.ndim < 2 else ' with NaN or infinity'}.")  # fmt: skip
+    require(
+        log_kernel.ndim >= 2 and log_kernel.is_floating_point() and bool((log_kernel < float("inf")).all()),
+        f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received {log_kernel.dtype} of shape "
+        f"{tuple(log_kernel.shape)}{'' if log_kernel.ndim < 2 else ' with NaN or infinity'}.",
+    )
     return log_kernel.double()
 
 
