@@ -82,7 +82,7 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
     name = named.id if isinstance(named, ast.Name) else None
     if name is None or (call is not None and (call.args or any(k.arg is None for k in call.keywords))):
         raise ArgumentError(
-            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …) with keywords only."
+            f"operator spec {spec!r} cannot be read. Write a name or name(argument=value, …), keyword arguments only."
         )
     return name, call.keywords if call is not None else []
 

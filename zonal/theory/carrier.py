@@ -55,7 +55,7 @@ class LogSumExp(Aggregation):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("LogSumExp: temperature", self.temperature, "its limit 0 is Max()")
+        require_positive("LogSumExp: temperature", self.temperature, "For the limit 0 use Max()")
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         top = factor.largest(log_kernel.detach().mT).mT

@@ -100,9 +100,7 @@ def refusal(operator: Operator) -> str | None:
     if not operator.tags.positive:
         return f"the kernel of {operator.spec} may be negative"
     if operator.tags.solves:
-        return (
-            f"{operator.spec} solves with the kernel among keys, and no probe of its queries' kernel gives its weights"
-        )
+        return f"the weights of {operator.spec} solve with the kernel among keys, and no probe of a kernel gives them"
     if not isinstance(operator.anchor, Row | TopK | Count | Raw | PlanAnchor):
         anchor = type(operator.anchor).__name__
         return f"the anchor of {operator.spec}, {anchor}, ties the weights of blocks, and no probe of pairs gives them"
