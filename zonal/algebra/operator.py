@@ -152,20 +152,19 @@ class Operator(nn.Module):
                 self.fixed_parts.register_buffer(f"{slot}_{key}", value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SLOTS and name in vars(self):
-            raise ArgumentError(
-                f"Operator: slot {name!r} cannot be assigned, because operators are immutable. "
-                f"Use operator.replace({name}=…), which returns a new one."
-            )
+        self._keep_slot(name, "assigned")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _SLOTS:
+        self._keep_slot(name, "deleted")
+        super().__delattr__(name)
+
+    def _keep_slot(self, name: str, verb: str) -> None:
+        if name in _SLOTS and name in vars(self):
             raise ArgumentError(
-                f"Operator: slot {name!r} cannot be deleted, because operators are immutable. "
+                f"Operator: slot {name!r} cannot be {verb}, because operators are immutable. "
                 f"Use operator.replace({name}=…), which returns a new one."
             )
-        super().__delattr__(name)
 
     def _parts(self) -> list[tuple[str, Declaration]]:
         return [

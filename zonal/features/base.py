@@ -161,9 +161,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         Raises: ArgumentError for sizes that do not fit.
         """
         call = f"{type(self).__name__}.prepare"
-        require(
-            dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}."
-        )
+        _check_sizes(call, dim, heads)
         require(dtype.is_floating_point, f"{call}: a floating type is required, received {dtype}.")
         if keys is not None:
             require(
@@ -172,16 +170,11 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
             )
             keys = keys.detach().to("cpu", torch.float64).expand(heads, -1, -1)
         drawn = self.draw(Source(seed, dim, heads, keys))
-        return {
-            name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in drawn.items()
-        }
+        return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in drawn.items()}
 
     def start(self, dim: int, heads: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
         """``prepare`` in float32 for a map without keys: values to be chosen from keys have their shape and are NaN."""
-        require(
-            dim >= 1 and heads >= 1,
-            f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.",
-        )
+        _check_sizes(type(self).__name__, dim, heads)
         drawn = self.draw(Source(seed, dim, heads, None, stand_in=bool(self.chosen)))
         drawn |= {name: torch.full_like(drawn[name], torch.nan) for name in self.chosen}
         return {name: value.float() if value.is_floating_point() else value for name, value in drawn.items()}
@@ -232,6 +225,12 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         reason = self.refusal(anchor)
         if reason is not None:
             raise PathError(f"{call}: {reason}.")
+
+
+def _check_sizes(call: str, dim: int, heads: int) -> None:
+    require(
+        dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}."
+    )
 
 
 def part(buffers: Buffers, prefix: str) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def sample(kind: Inputs, heads: int, length: int, dim: int, seed: int, value_dim
 def kernel_value(kernel: Link, x: Tensor) -> Tensor:
     """A link with nothing learned at x of any shape."""
     require(not kernel.initial(), f"fidelity: a kernel with nothing learned is required, received {kernel}.")
-    return kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
+    return kernel.at(x)
 
 
 def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tensor:

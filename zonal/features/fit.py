@@ -64,7 +64,7 @@ def row_weights(kernel: Link, x: Tensor, causal: bool = True) -> Tensor:
     The fit then minimises the error of normalised rows, where all rows have equal influence. Without these weights, a
     few rows with the largest kernel values dominate.
     """
-    value = kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
+    value = kernel.at(x)
     visible = torch.ones_like(x).tril() if causal else torch.ones_like(x)
     total = (value * visible).sum(-1, keepdim=True)
     return visible / torch.where(total > 0, total, torch.inf).square()
@@ -96,18 +96,15 @@ def fit_square(
     )
     require(weights is None or angles is not None, "fit_square: weights are of angles; pass both.")
     x, weight = histogram(angles, weights) if angles is not None else uniform_angles(dim or 0)
-    wanted = kernel.value(x.view(1, 1, 1, -1), kernel.coefficients({}))[0, 0, 0]
+    wanted = kernel.at(x)
     scale = float((weight * wanted.square()).sum().sqrt())
     require(math.isfinite(scale) and scale > 0, f"fit_square: {kernel} is zero or not finite on these angles.")
     wanted = wanted / scale
     powers = torch.stack([x**j for j in range(degree // 2 + 1)], -1)
     root = weight.sqrt()
     # the floor enters linearly, so the bound c >= 0 either holds for the best c or gives c = 0
-    searches = [
-        _search(powers, root, wanted, start, floor)
-        for start in _starts(powers, root, wanted, x)
-        for floor in (False, True)
-    ]
+    starts = _starts(powers, root, wanted, x)
+    searches = [_search(powers, root, wanted, start, floor) for start in starts for floor in (False, True)]
     at, cost = min((found for found in searches if found[0][-1] >= 0), key=lambda found: found[1])
     polynomial = at[:-1] * math.sqrt(scale) * (1 if at[-2] >= 0 else -1)
     return SquareFit(PolynomialSquare(tuple(polynomial.tolist()), floor=float(at[-1] * scale)), math.sqrt(cost))

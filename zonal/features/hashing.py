@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.hashing import LSH
-from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
+from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
 from zonal.kernels import sparse as kernel
 from zonal.kernels.sparse import Function
@@ -21,7 +21,7 @@ from zonal.kernels.sparse import Function
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
 _MIX = 0x9E3779B1
-_FAMILIES = (((Euclidean, SquaredEuclidean, HilbertSchmidt), "plane"), (Sphere, "sphere"), (Hyperbolic, "hyperbolic"))
+_FAMILIES = (((Euclidean, SquaredEuclidean), "plane"), (Sphere, "sphere"), (Hyperbolic, "hyperbolic"))
 
 
 class Drawn(NamedTuple):

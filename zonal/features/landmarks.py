@@ -136,8 +136,7 @@ class Nystrom(FeatureMap):
         return self.count * (2 * dim + self.kernel_link.operations + 2 * self.count)
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
-        c = self.kernel_link.coefficients({}).to(x)
-        return self.kernel_link.value(x.reshape(1, 1, 1, -1), c).reshape(x.shape)
+        return self.kernel_link.at(x)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         # the kernel among landmarks, its eigenvectors and the whitening, in float64

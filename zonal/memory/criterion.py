@@ -142,11 +142,7 @@ def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple
     n = values.shape[-1]
     place = math.ceil((n + 1) * (1 - rate) * (1 - 1e-12))
     if place > n:
-        need = (
-            f"at least {math.ceil(1 / rate) - 1} of each head"
-            if rate > 0
-            else "no number of them will do, only a rate above 0"
-        )
+        need = f"at least {math.ceil(1 / rate) - 1} of each head" if rate > 0 else "only a rate above 0 can be shown"
         raise ArgumentError(
             f"Memory.calibrate: {n} queries cannot show {name} {rate:g}: {need}. Give more of them, or a larger {name}."
         )

@@ -26,10 +26,11 @@ def check_tokens(
     for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
         required = (form.batch, form.heads, n, dim)
         if tuple(x.shape) != required:
-            shown = (
-                f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
+            shown = f"({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
+            raise ArgumentError(
+                f"Memory.absorb: {name} must have shape (batch, key heads, tokens, dim) = {shown}, received "
+                f"{tuple(x.shape)}."
             )
-            raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
         if x.dtype not in FLOATS or x.device != form.device:
             raise ArgumentError(
                 f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."

@@ -72,35 +72,28 @@ def taken_out(
     and last: of the whole.
     """
     left = next((seam for seam in seams if seam.at == start), None) if start else None
-    key, begun = (
-        (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool))
-        if left is None
-        else (left.left, left.before > 0)
-    )
+    key, begun = torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool)
     if left is not None:
+        key, begun = left.left, left.before > 0
         for seam in seams:
-            if (
-                start <= seam.at < stop
-            ):  # to the span's first real key, behind whichever seam that is; what follows it is of its own
+            # to the span's first real key, behind whichever seam that is; what follows it is of its own
+            if start <= seam.at < stop:
                 shift = shift - outer(torch.where(_rows(seam.before == left.before), seam.right, 0), key)
     kept = [seam for seam in seams if seam.at < start]
     later = [seam for seam in seams if seam.at >= stop]
     through = torch.ones_like(begun)  # rows without a real token since the span
     for index, seam in enumerate(later):
         present = (later[index + 1].before if index + 1 < len(later) else real) > seam.before
-        if bool(
-            (through & present & ~seam.after).any()
-        ):  # its first real token was absorbed, and only a merge writes down a key
-            return None
+        if bool((through & present & ~seam.after).any()):
+            return None  # its first real token was absorbed, and only a merge writes down a key
         moved = torch.where(_rows(through), key, seam.left)
         shift = shift + outer(seam.right, moved - seam.left)
         first = torch.where(_rows(through & present & ~begun), seam.right, first)
         if start or seam.at > stop:
             kept.append(Seam(seam.at - (stop - start), moved, seam.right, seam.before - gone, seam.after))
         through = through & ~present
-    return Rest(
-        shift, torch.where(_rows(through & ~begun), 0, first), torch.where(_rows(through), key, last), tuple(kept)
-    )
+    first, last = torch.where(_rows(through & ~begun), 0, first), torch.where(_rows(through), key, last)
+    return Rest(shift, first, last, tuple(kept))
 
 
 def places(seams: Sequence[Seam], tokens: int, count: int) -> list[tuple[int, int]]:
@@ -125,11 +118,9 @@ def holds(
     until, final = (ends[stop].before, ends[stop].left) if stop in ends else (real, last)
     if not torch.equal(until - before, given[2]):
         return False
-    key, found = (
-        (first, (seams[0].before if seams else real) > 0)
-        if not start
-        else (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool))
-    )
+    key, found = torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool)
+    if not start:
+        key, found = first, (seams[0].before if seams else real) > 0
     for seam in seams:
         if start <= seam.at < stop:
             key = torch.where(_rows(seam.after & ~found), seam.right, key)

@@ -175,7 +175,7 @@ class CausalLM(LanguageModel):
         """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the model.
         position: of the first token.
         """
-        layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
+        layers = tuple(block.attention.empty_memory(batch, dtype, device) for block in self._blocks())
         return ModelMemory(tuple(layer.at(position) for layer in layers) if position else layers, self._origin())
 
     @torch.no_grad()

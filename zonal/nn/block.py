@@ -12,7 +12,7 @@ from zonal.names import known_names
 from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
-from zonal.nn.memory import LayerMemory, Past
+from zonal.nn.memory import Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import RMSNorm
@@ -74,12 +74,6 @@ class Block(nn.Module):
         for name, gate in (("attention_gate", self.attention_gate), ("mlp_gate", self.mlp_gate)):
             if gate is not None:
                 gate.reset_parameters(draws.child(name))
-
-    def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> LayerMemory:
-        """The memory of ``batch`` sequences before their first token. Defaults: the dtype and device of the block."""
-        return self.attention.empty_memory(batch, dtype, device)
 
     def mixing(self, update: Callable[[Tensor], Any] | None = None) -> Stage:
         """The first stage. update: another call of the attention; None: the attention of the block."""

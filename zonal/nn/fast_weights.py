@@ -181,7 +181,7 @@ class FastWeights(TokenMixer):
         return held.state.to(dtype)
 
     @torch.no_grad()
-    def _started(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, Any]:
         """rates: the factor by which each head fades its matrix over one token, with gate inputs of 0."""
         zero = self.norm.weight.new_zeros(self.gates, 1, self.sizes.heads, 1)
         return {"rates": self._gates(zero.unbind(0))[0].exp().flatten().tolist()}

@@ -1,7 +1,6 @@
 """Gated DeltaNet: a fading matrix that each token corrects towards its own value."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,10 +55,6 @@ class GatedDeltaNet(FastWeights):
     def _reset_gates(self, draws: Draws) -> None:
         draw_steps_(self.step_bias, draws, "step_bias")
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
-
-    def learned(self) -> dict[str, Any]:
-        """rates: the factor by which each head fades its matrix over one token with a = 0."""
-        return self._started()
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rate, bias = (parameter.to(raw[0].dtype).unsqueeze(-1) for parameter in (self.log_rate.exp(), self.step_bias))

@@ -1,7 +1,6 @@
 """Gated KalmaNet: fading ridge regression whose ridge follows the keys, solved by Chebyshev iteration."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +79,6 @@ class GatedKalmaNet(FastWeights):
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
         nn.init.zeros_(self.write_bias)
         nn.init.zeros_(self.mix_bias)
-
-    def learned(self) -> dict[str, Any]:
-        """rates: the factor by which each head fades its matrices over one token with a = 0."""
-        return self._started()
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rate, step, write = (

@@ -36,9 +36,8 @@ class MergeSchedule:
         for layer, rate in enumerate(given):
             if rate >= 1:
                 raise ArgumentError(
-                    f"MergeSchedule: a rate must lie in [0, 1), and {rate:g} before layer {layer} leaves no "
-                    "token: it is the share of those present that goes. "
-                    "Take a smaller one; 0.5 halves them."
+                    f"MergeSchedule: a rate must lie in [0, 1), and {rate:g} before layer {layer} leaves no token: it "
+                    "is the share of those present that goes. Take a smaller one; 0.5 halves them."
                 )
             if not rate >= 0:
                 raise ArgumentError(
@@ -121,11 +120,8 @@ class Merged:
         """Tokens before any merging, each of mass 1. Padding has mass 0 and becomes zero."""
         x = x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
         dtype = accumulation_dtype(x.dtype)  # masses are counts, which shorter types round
-        mass = (
-            torch.ones(x.shape[:2], dtype=dtype, device=x.device)
-            if key_padding_mask is None
-            else key_padding_mask.to(dtype)
-        )
+        mass = torch.ones(x.shape[:2], dtype=dtype, device=x.device)
+        mass = mass if key_padding_mask is None else key_padding_mask.to(dtype)
         return Merged(x, mass, Buckets(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])))
 
     def holding(self, x: Tensor) -> "Merged":
@@ -149,9 +145,8 @@ class Merged:
         while count:
             now = min(count, state.x.shape[1] // 2)
             factor = matched(state.x, state.mass, now)
-            state = Merged(
-                factor.merged(state.x, state.mass), factor.masses(state.mass), state.carrier.coarsened(factor)
-            )
+            x, mass = factor.merged(state.x, state.mass), factor.masses(state.mass)
+            state = Merged(x, mass, state.carrier.coarsened(factor))
             count -= now
         return state
 

@@ -92,8 +92,8 @@ class MesaNet(FastWeights):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
-        """rates: the factor by which each head fades its matrices over one token with a = 0. ridge: the mean of Λ."""
-        return {**self._started(), "ridge": self.ridge().mean(1).tolist()}
+        """rates: as in ``FastWeights``. ridge: the mean of Λ."""
+        return {**super().learned(), "ridge": self.ridge().mean(1).tolist()}
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         forget, write = (bias.to(raw[0].dtype).unsqueeze(-1) for bias in (self.forget_bias, self.write_bias))

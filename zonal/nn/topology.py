@@ -55,16 +55,11 @@ def deaths(
     """
     past = 0 if earlier is None else earlier.k.shape[2]
     keys = k if earlier is None else torch.cat([earlier.k.to(k), k], 2)
-    real = (
-        torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-        if key_padding_mask is None
-        else key_padding_mask
-    )
-    if earlier is not None:
-        before = (
-            torch.ones(k.shape[0], past, dtype=torch.bool, device=k.device) if earlier.mask is None else earlier.mask
-        )
-        real = torch.cat([before, real], 1)
+    real = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=k.device)
+    if key_padding_mask is not None:
+        real[:, past:] = key_padding_mask
+    if earlier is not None and earlier.mask is not None:
+        real[:, :past] = earlier.mask
     document = None if cu_seqlens is None else document_index(cu_seqlens, k.shape[2])
     found = []
     for points in (q, k):

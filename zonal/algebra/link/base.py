@@ -77,6 +77,10 @@ class Link(Declaration, abstract=True):
         """l(x), elementwise."""
         raise NotImplementedError(f"{type(self).__name__}.value")
 
+    def at(self, x: Tensor) -> Tensor:
+        """l(x) at x of any shape, for a link with nothing learned."""
+        return self.value(x.reshape(1, 1, 1, -1), self.coefficients({}).to(x)).reshape(x.shape)
+
     def derivative(self, x: Tensor, c: Tensor) -> Tensor:
         """l'(x), elementwise; by autograd where a link writes none."""
         return _gradient(self.value, x, c, torch.ones_like(x))[0]

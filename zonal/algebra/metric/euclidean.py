@@ -78,12 +78,14 @@ class Euclidean(Smooth):
         return (2 * dim) ** 0.5
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        self.check(k.shape[-1])
         return (squares(q, k).clamp_min(0) + self.eps**2).to(q.dtype).sqrt() - self.eps
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return squares_vjp(q, k, grad / (distance + self.eps))
 
     def terms(self, dim: int) -> tuple[Term, ...]:
+        self.check(dim)
         return (Term("euclidean", 0, dim, self.eps),)
 
     def dot_reduction(self, temperature: float) -> DotReduction:
@@ -91,6 +93,7 @@ class Euclidean(Smooth):
         return DotReduction(replace(_FORMULA, constants=(self.eps / temperature,)), temperature**-2, 2)
 
     def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(k.shape[-1])
         return _squares_lifted(q, k)
 
 
@@ -121,7 +124,7 @@ class SquaredEuclidean(Metric):
 
 
 @dataclass(frozen=True)
-class HilbertSchmidt(Smooth):
+class HilbertSchmidt(Euclidean):
     """d(A, B) = |A - B|, the Frobenius norm, smooth as ``Euclidean``. Points are m x m matrices row by row, D = m^2.
 
     ``score.OperatorPath`` uses its square, which is faster.
@@ -129,35 +132,11 @@ class HilbertSchmidt(Smooth):
     Raises: ArgumentError for points that are not square matrices.
     """
 
-    negative_type = True
-    curvature = 0
-
     def check(self, dim: int) -> None:
         require(
             math.isqrt(dim) ** 2 == dim and dim > 0,
             f"metric.HilbertSchmidt: points of m^2 numbers are required, received {dim}.",
         )
-
-    def typical(self, dim: int) -> float:
-        return (2 * dim) ** 0.5
-
-    def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        self.check(k.shape[-1])
-        return Euclidean(self.eps).pair(q, k)
-
-    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return Euclidean(self.eps).pair_vjp(q, k, distance, grad)
-
-    def terms(self, dim: int) -> tuple[Term, ...]:
-        self.check(dim)
-        return Euclidean(self.eps).terms(dim)
-
-    def dot_reduction(self, temperature: float) -> DotReduction:
-        return Euclidean(self.eps).dot_reduction(temperature)
-
-    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        self.check(k.shape[-1])
-        return _squares_lifted(q, k)
 
 
 __all__ = ["Euclidean", "HilbertSchmidt", "SquaredEuclidean", "squares", "squares_vjp"]
