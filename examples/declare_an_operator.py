@@ -17,11 +17,9 @@ from zonal import anchor, link, score
 class Cauchy(link.Link):
     """l(x) = 1 / (1 + sharpness (1 - x)) on cosines: positive, with heavier tails than the exponential."""
 
-    sharpness: float = 10.0
+    positive = True
 
-    @property
-    def positive(self) -> bool:
-        return True
+    sharpness: float = 10.0
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
         return 1 / (1 + self.sharpness * (1 - x))

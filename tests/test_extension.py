@@ -18,24 +18,14 @@ from zonal.algebra.declaration import Move
 from zonal.algebra.link.base import Link
 from zonal.formula import Formula
 
-_FORMULA = Formula("bump", "(1.f + x) * (1.f + x)", "2.f * (1.f + x)")
-
 
 @dataclass(frozen=True)
 class Bump(Link):
     """l(x) = (1 + x)^2."""
 
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def degree(self) -> int:
-        return 2
-
-    @property
-    def formula(self) -> Formula:
-        return _FORMULA
+    positive = True
+    degree = 2
+    formula = Formula("bump", "(1.f + x) * (1.f + x)", "2.f * (1.f + x)")
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> None:
         return None
@@ -47,7 +37,7 @@ class Bump(Link):
         return (1 + x).square()
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("restriction", "link", "bump", "evidence is (1 + x)^2"),)
+        return (self.move("restriction", "bump", "evidence is (1 + x)^2"),)
 '''
 MECHANISM = '''"""Bell attention: K = exp(3 cos(q, k)), rows divided by their sum."""
 
