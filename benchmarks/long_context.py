@@ -114,7 +114,7 @@ class Local(nn.Module):
         self.layer, self.sizes = layer, sizes
 
     def forward(self, x: Tensor, memory: None, **others: Any) -> Tensor:
-        q, k, v, *_ = self.layer._projected(x, memory, None, None)
+        q, k, v, *_ = self.layer._projected(x)
         return self.layer._read_out(local_global(q, k, v, self.sizes.window, self.sizes.first))
 
 

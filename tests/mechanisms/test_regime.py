@@ -63,7 +63,7 @@ def test_layers_do_what_the_anchor_needs(anchor, readout, start):
         ({"prior": "alibi"}, "prior must be a tuple of texts"),
         ({"rank": 0}, "regime: rank must be a whole number >= 1"),
         ({"readout": "heads"}, "readout must be"),
-        ({"layer_init": "zeros"}, "layer_init must be one of"),
+        ({"layer_init": "zeros"}, "layer_init must be 'auto', 'default'"),
         ({"score": 3}, "score must be text such as"),
     ],
 )

@@ -66,10 +66,10 @@ def test_loss_equals_torch_on_all_logits_with_gradients(tied):
 def test_the_head_runs_at_supervised_positions_alone(monkeypatch):
     model = make()
     seen = []
-    from zonal.models import causal_lm
+    from zonal.models import parts
 
-    original = causal_lm.cross_entropy_sum
-    monkeypatch.setattr(causal_lm, "cross_entropy_sum", lambda h, w, t: seen.append(h.shape) or original(h, w, t))
+    original = parts.cross_entropy_sum
+    monkeypatch.setattr(parts, "cross_entropy_sum", lambda h, w, t: seen.append(h.shape) or original(h, w, t))
     targets = torch.full((2, 13), -100)
     targets[1, 4] = 3
     assert model.loss(text(), targets)[1] == 1

@@ -42,7 +42,7 @@ def test_keys_start_inside_the_limit_and_their_length_has_a_gradient(case, seed)
     assert (lengths >= limit * (1 - 1e-12)).double().mean() < 0.05
     assert 0.1 < lengths.mean() / limit < 0.4
 
-    _, k, v, _, _ = layer._projected(x, None, None, None)
+    _, k, v, _, _ = layer._projected(x)
     q = torch.randn(2, 4, 40, k.shape[-1], dtype=torch.float64)
     k = k.detach().requires_grad_()
     decay = torch.full(k.shape[:3], -0.01, dtype=torch.float64) if "fading" in spec else None

@@ -204,7 +204,7 @@ def test_schedules():
         ),
         (
             lambda: Block(Mamba2(12, state=8, head_dim=6), SwiGLU(12, 8))(tokens().float(), mass=torch.ones(2, 13)),
-            "this one is a Mamba2",
+            "nn.Mamba2: mass .of merged tokens. is for layers of Attention",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def named(name: str) -> tuple[nn.Attention, Tensor]:
 
 
 def read_out(made: nn.Attention, x: Tensor, weights: Tensor) -> Tensor:
-    _, _, v, _, _ = made._projected(x, None, None, None)
+    _, _, v, _, _ = made._projected(x)
     return made._read_out(weights @ v.repeat_interleave(made.heads // made.kv_heads, 1))
 
 
@@ -165,7 +165,7 @@ def test_a_head_that_is_all_field_has_no_interaction() -> None:
 def test_an_empty_first_row_counts_for_nothing() -> None:
     attention = nn.Attention(12, 2, m.softmax(prior=prior.Causal(include_self=False)))
     with torch.no_grad():
-        q, k, v, _, _ = attention._projected(inputs(1, 7, 12), None, None, None)
+        q, k, v, _, _ = attention._projected(inputs(1, 7, 12))
         assert not dense.weights(prepare(attention.operator, q, k, v, causal=True))[:, :, 0].any()
     for head in forms(attention, inputs(1, 7, 12), (1, 2), refine=3):
         assert math.isfinite(head.uniform + head.by_columns + sum(head.by_rank) + sum(head.refined))

@@ -27,6 +27,7 @@ from zonal.nn.positions import document_positions
 from zonal.nn.rotary import Rotary
 from zonal.nn.topology import Earlier, deaths
 
+_ALONE = Context()
 ReadoutNorm = Literal["auto", "head", "concat"]
 
 
@@ -311,7 +312,7 @@ class Attention(TokenMixer):
                 f"key_padding_mask, received {given}."
             )
 
-    def _projected(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _projected(self, x: Tensor, context: Context = _ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head, what they were made from, and the convolution's tail."""
         tail = None
         inner = x
@@ -409,7 +410,7 @@ class Attention(TokenMixer):
         """The call of the operator on x (B, T, dim) in float64, with the gates and masses of the layer, and with the
         unit vectors of R^T as values.
         """
-        q, k, _, inner, _ = self._projected(x, Context())
+        q, k, _, inner, _ = self._projected(x)
         units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
         query_mass, key_mass = self._masses(inner, None)
         call = prepare(

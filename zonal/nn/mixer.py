@@ -135,7 +135,8 @@ class TokenMixer(nn.Module, abc.ABC):
             ArgumentError: shapes, masks or the memory do not fit the layer, or it has no use for an argument.
         """
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        self._check_uses(action_mask, mass)
+        if action_mask is not None or mass is not None:
+            self._check_uses(action_mask, mass)
         x = x if key_padding_mask is None else real(x, key_padding_mask)
         y, after = self._mix(x, Context(before, key_padding_mask, cu_seqlens, path, action_mask, mass))
         return y if after is None else (y, after)
@@ -187,50 +188,48 @@ class TokenMixer(nn.Module, abc.ABC):
 
         Raises ArgumentError for inputs that do not fit.
         """
-        call = f"nn.{type(self).__name__}"
-        if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise ArgumentError(f"{call}: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}.")
-        batch, length, _ = x.shape
-        check_masks(call, batch, length, key_padding_mask, cu_seqlens)
+        shape = x.shape
+        if len(shape) != 3 or shape[2] != self.dim or shape[1] == 0:
+            raise self._refused(f"x must be (batch, tokens >= 1, {self.dim}), received {tuple(shape)}.")
+        batch, length, _ = shape
+        if key_padding_mask is not None or cu_seqlens is not None:
+            check_masks(f"nn.{type(self).__name__}", batch, length, key_padding_mask, cu_seqlens)
         if memory is None and return_memory:
             memory = self.empty_memory(batch, x.dtype, x.device)
         if memory is None:
             return None
         if cu_seqlens is not None:
-            raise ArgumentError(
-                f"{call}: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two."
-            )
+            raise self._refused("packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
         if not self.causal:
-            raise ArgumentError(
-                f"{call}: a memory holds the past of a causal layer; this one was made with causal=False."
-            )
+            raise self._refused("a memory holds the past of a causal layer; this one was made with causal=False.")
         if memory.batch != batch:
-            raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
+            raise self._refused(f"the memory holds {memory.batch} sequences, x has batch {batch}.")
         if (memory.tail is None) != (self.convolution is None):
-            raise ArgumentError(
-                f"{call}: the memory comes from a layer with another convolution. Make it with this layer's "
-                "empty_memory()."
+            raise self._refused(
+                "the memory comes from a layer with another convolution. Make it with this layer's empty_memory()."
             )
-        if set(memory.carried) != set(self.carries) or len(memory.others) != self.parts_beside:
-            raise ArgumentError(
-                f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory()."
+        if memory.carried.keys() != set(self.carries) or len(memory.others) != self.parts_beside:
+            raise self._refused(
+                "the memory comes from another kind of layer. Make it with this layer's empty_memory()."
             )
         if memory.operator is not self.operator:
-            raise ArgumentError(
-                f"{call}: the memory was made by another layer or model. Make it with this layer's "
-                "empty_memory(), or load it with load_memory()."
+            raise self._refused(
+                "the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it "
+                "with load_memory()."
             )
         return memory
 
+    def _refused(self, text: str) -> ArgumentError:
+        return ArgumentError(f"nn.{type(self).__name__}: {text}")
+
     def _check_uses(self, action_mask: Tensor | None, mass: Tensor | None) -> None:
         """Raise ArgumentError for arguments that this kind of layer has no use for."""
-        call = f"nn.{type(self).__name__}"
         if mass is not None and not self.merges:
-            raise ArgumentError(f"{call}: mass (of merged tokens) is for layers of Attention. Merge nothing before it.")
+            raise self._refused("mass (of merged tokens) is for layers of Attention. Merge nothing before it.")
         if action_mask is not None and not self.chooses:
-            raise ArgumentError(
-                f"{call}: action_mask is for layers that can read a token without storing it (ridge and Koopman "
-                "read-outs). Leave it out, or hide tokens with key_padding_mask."
+            raise self._refused(
+                "action_mask is for layers that can read a token without storing it (ridge and Koopman read-outs). "
+                "Leave it out, or hide tokens with key_padding_mask."
             )
 
     def _attend(
