@@ -14,16 +14,6 @@ from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
 
 __all__ = [
-    "Criterion",
-    "DecayedSums",
-    "Decoder",
-    "FadingStatistics",
-    "FeatureSums",
-    "Form",
-    "KeyValues",
-    "Memory",
-    "Reading",
-    "RidgeStatistics",
-    "Span",
-    "Tokens",
-]
+    "Criterion", "DecayedSums", "Decoder", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory",
+    "Reading", "RidgeStatistics", "Span", "Tokens",
+]  # fmt: skip

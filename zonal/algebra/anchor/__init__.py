@@ -19,21 +19,6 @@ from zonal.algebra.anchor.plan import BoundedPlan, Plan, PlanAnchor, UnbalancedP
 from zonal.algebra.anchor.ridge import Koopman, Ridge
 
 __all__ = [
-    "Anchor",
-    "Blocks",
-    "BoundedPlan",
-    "Count",
-    "Hierarchical",
-    "Koopman",
-    "Marginals",
-    "Plan",
-    "PlanAnchor",
-    "Potentials",
-    "Raw",
-    "Ridge",
-    "Row",
-    "State",
-    "SumAnchor",
-    "TopK",
-    "UnbalancedPlan",
-]
+    "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Marginals", "Plan", "PlanAnchor",
+    "Potentials", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK", "UnbalancedPlan",
+]  # fmt: skip

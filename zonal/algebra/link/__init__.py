@@ -24,15 +24,6 @@ modules_of(__name__, __path__)
 globals().update(declared("link"))
 
 __all__ = [
-    "NO_COEFFICIENTS",
-    "Exp",
-    "Formula",
-    "Gegenbauer",
-    "Identity",
-    "Link",
-    "Oscillatory",
-    "PolynomialSquare",
-    "SquaredAffine",
-    "Yat",
-    "horner",
-]
+    "NO_COEFFICIENTS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "Oscillatory", "PolynomialSquare",
+    "SquaredAffine", "Yat", "horner",
+]  # fmt: skip

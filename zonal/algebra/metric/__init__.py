@@ -9,19 +9,6 @@ from zonal.algebra.metric.riemannian import Riemannian
 from zonal.algebra.metric.topological import Topological
 
 __all__ = [
-    "DotReduction",
-    "Euclidean",
-    "Fidelity",
-    "FisherRao",
-    "HilbertSchmidt",
-    "Hyperbolic",
-    "LeCam",
-    "Metric",
-    "Product",
-    "Riemannian",
-    "Sphere",
-    "SquaredEuclidean",
-    "Topological",
-    "from_ball",
-    "to_ball",
-]
+    "DotReduction", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Metric",
+    "Product", "Riemannian", "Sphere", "SquaredEuclidean", "Topological", "from_ball", "to_ball",
+]  # fmt: skip

@@ -4,14 +4,6 @@ from zonal.algebra.score.base import Clipped, Cosine, Dot, Fused, NegativeDistan
 from zonal.algebra.score.operators import Categorical, OperatorPath
 
 __all__ = [
-    "Categorical",
-    "Clipped",
-    "Cosine",
-    "Dot",
-    "Fused",
-    "NegativeDistance",
-    "OperatorPath",
-    "Params",
-    "Score",
+    "Categorical", "Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "OperatorPath", "Params", "Score",
     "unit",
-]
+]  # fmt: skip
