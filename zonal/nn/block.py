@@ -125,7 +125,7 @@ class Block(nn.Module):
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
             path=path,
-            action_mask=action_mask if self.attention.chooses else None,
+            action_mask=None if action_mask is None or not self.attention.chooses else action_mask,
             mass=mass,
         )
         result = self.mixing(call)(x)
