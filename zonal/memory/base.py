@@ -373,6 +373,9 @@ class Memory(Readable):
     # --- what a kind of memory provides; used by the execution paths on prepared keys and queries ---------------------
 
     @abc.abstractmethod
+    def extended(self, tokens: Tokens) -> "Memory": ...
+
+    @abc.abstractmethod
     def copied(self) -> Self:
         """A copy of the whole that shares no storage, without parts."""
 

@@ -150,7 +150,7 @@ class Spanned(abc.ABC):
         """The empty memory of this kind."""
 
     @abc.abstractmethod
-    def extended(self, tokens: Tokens) -> Any:
+    def extended(self, tokens: Tokens) -> "Spanned":
         """``absorb`` of prepared, checked tokens, by a memory without parts."""
 
     @abc.abstractmethod
