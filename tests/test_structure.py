@@ -36,6 +36,7 @@ FLOORS = {
     "names": 1,
     "typed": 1,
     "formula": 1,
+    "torch_func": 1,
     "device_memory": 1,
     "store": 1,
     "verdict": 1,

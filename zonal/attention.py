@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal import mechanisms
+from zonal import mechanisms, torch_func
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
@@ -17,7 +17,6 @@ from zonal.execution.call import Call, Held, check_memory, empty_memory, lowered
 from zonal.execution.mask import Masses
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
-from zonal.kernels import transforms
 from zonal.memory import Memory
 from zonal.memory.alike import check_draws, same_declaration
 from zonal.names import known_names
@@ -107,7 +106,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
             f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by "
             "query would give other answers. Leave memory and return_memory out."
         )
-    if transforms.active():
+    if torch_func.active():
         raise ArgumentError(
             "attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot "
             "be kept. Leave both out."
@@ -151,7 +150,7 @@ def _advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start
     others of its batch continue, so nothing is said then. Axes look swapped when there are more than 128 heads, two
     tokens or more, and at least four heads per token.
     """
-    if not from_start or torch.compiler.is_compiling() or transforms.active() or q.ndim != 4 or k.ndim != 4:
+    if not from_start or torch.compiler.is_compiling() or torch_func.active() or q.ndim != 4 or k.ndim != 4:
         return
     heads, tokens = q.shape[1], q.shape[2]
     if heads > _MOST_HEADS and heads >= 4 * tokens > 4 and k.shape[1] > _MOST_HEADS:

@@ -99,7 +99,8 @@ def met_of(call: Call, search: LSH) -> Tensor:
     """bool (B, H, T, S): which keys are candidates, by brute force from the codes alone."""
     seen = call.visibility
     sized = search.sized(call.k.shape[2], hashing.spaces(call.bound.score))
-    asked, held = (hashing.codes(call.bound.score, sized, x, call.k.shape[3]) for x in (call.q, call.k))
+    made = (hashing.functions(call.bound.score, sized, x, call.k.shape[3]) for x in (call.q, call.k))
+    asked, held = (hashing.codes(functions, sized.tables) for functions in made)
     held = call.expand(held)
     met = torch.zeros(*call.q.shape[:3], call.k.shape[2], dtype=torch.bool)
     for b, h, t, table in (
@@ -218,7 +219,7 @@ def test_grid_law() -> None:
 def test_hyperbolic_points_share_cells_by_radius_and_direction() -> None:
     operator = Operator(score.NegativeDistance(metric.Hyperbolic()), link.Exp())
     x = torch.tensor([[1.0, 0.0], [1.0, 0.001], [3.5, 0.0], [-1.0, 0.0]])[None, None]
-    codes = hashing.codes(operator.score, LSH(tables=500, bits=6, width=2.0), x, 2)[0, 0, 1:]
+    codes = hashing.codes(hashing.functions(operator.score, LSH(tables=500, bits=6, width=2.0), x, 2), 500)[0, 0, 1:]
     agree = [(codes[:, 0] == codes[:, i]).double().mean().item() for i in range(1, 4)]
     assert agree[0] > 0.98
     assert agree[1] < 0.02  # 2.5 apart, of cells of 2

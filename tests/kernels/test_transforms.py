@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 import zonal
-from zonal import Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, prior, score, torch_func
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
 from zonal.execution.paths import tile as tile_path
 from zonal.kernels import native as native_kernels
-from zonal.kernels import transforms
 from zonal.kernels.tile import TileInputs, TileSpec, tile
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -219,7 +218,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_outside_of_transforms_nothing_changes() -> None:
-    assert not transforms.active()
+    assert not torch_func.active()
     q, k, v = tokens((None, None, None))
-    assert not transforms.mapped(q)
+    assert not torch_func.mapped(q)
     assert zonal.explain(m.ridge(), q.shape, k.shape, v.shape, causal=True).path in ("chunked", "dense", "streaming")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
 from zonal.algebra.named import operator_of
@@ -13,7 +14,6 @@ from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
-from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.incoming import undeclared
 from zonal.memory.weights import check_weights, weighed
@@ -172,6 +172,13 @@ class Call:
         """The call's keys and values, as a memory takes them in."""
         return Tokens(self.k, self.v, self.visibility.key_mask, self.log_decay, self.key_bias)
 
+    def seen(self, queries: int, keys: int, mask: Tensor | None) -> Visibility:
+        """Who sees whom by the call's rules, of other queries and keys. mask: bool (B, S), False = padding."""
+        return visibility(
+            queries, keys, without_bias(self.bound.priors), causal=self.causal, include_self=self.include_self,
+            key_padding_mask=mask,
+        )  # fmt: skip
+
     def expand(self, x: Tensor) -> Tensor:
         """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
         return x if self.bound.groups == 1 else x.repeat_interleave(self.bound.groups, dim=1)
@@ -296,7 +303,7 @@ def prepare(
     operator.check("attention", q.shape[3])
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
-    if transforms.mapped(cu_seqlens):
+    if torch_func.mapped(cu_seqlens):
         raise ArgumentError(
             "attention: cu_seqlens must be the same for all elements of torch.func.vmap. "
             "Call attention once for each packing."
@@ -397,14 +404,7 @@ def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | No
     k, v = torch.cat([past[0].to(call.k), call.k], 2), torch.cat([past[1].to(call.v), call.v], 2)
     mask = joined(past[2], call.visibility.key_mask, True, shape)
     decay, key_bias = joined(past[3], call.log_decay, 0.0, shape), joined(past[4], call.key_bias, 0.0, shape)
-    seen = visibility(
-        call.q.shape[2],
-        k.shape[2],
-        without_bias(call.bound.priors),
-        causal=call.causal,
-        include_self=call.include_self,
-        key_padding_mask=mask,
-    )
+    seen = call.seen(call.q.shape[2], k.shape[2], mask)
     bias = bias_of(call.bound, seen, decay, key_bias)
     return replace(
         call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, lowered, prepare, spread, weighted
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
-from zonal.kernels import transforms
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.incoming import prepared
@@ -79,7 +79,7 @@ class StepDecoder(Decoder):
         return y
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if transforms.active():
+        if torch_func.active():
             raise ArgumentError(
                 "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on "
                 "all tokens."

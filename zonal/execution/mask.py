@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.anchor.plan import ABSENT
@@ -12,7 +13,6 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, Prior, Visibility
 from zonal.errors import ArgumentError
-from zonal.kernels import transforms
 
 
 class Masses(NamedTuple):
@@ -136,7 +136,7 @@ def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor 
     """The log decay of each key (B or 1, Hkv, S), 0 on padding: the given one, else that of a declared decay."""
     if given is not None:
         decay = given.double()
-        if transforms.mapped(given):
+        if torch_func.mapped(given):
             raise ArgumentError(
                 "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
                 "Fold that axis into the batch."

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.execution import work
 from zonal.execution.call import Call, following
 from zonal.execution.paths import chunked, distance, ridge, sparse, streaming, sums, tile, tiled, transport, tree
 from zonal.execution.paths.dense import dense
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
-from zonal.kernels import transforms
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
 
 Result = tuple[Tensor, Memory | None]
@@ -77,7 +77,7 @@ def _keys(call: Call) -> str | None:
 
 def _untransformed(call: Call, why: str) -> str | None:
     """``why`` torch.func's transforms (vmap, grad, jvp, …) cannot pass through, where one is at work."""
-    if not transforms.active():
+    if not torch_func.active():
         return None
     return (
         "its iteration asks how far it is, which the transforms of torch.func cannot tell" if call.tags.couples else why
@@ -85,7 +85,7 @@ def _untransformed(call: Call, why: str) -> str | None:
 
 
 def _dense(call: Call) -> str | None:
-    if transforms.active() and not call.tags.couples and not call.tags.solves:
+    if torch_func.active() and not call.tags.couples and not call.tags.solves:
         return _keys(call)
     return _keys(call) or _untransformed(call, "its solve asks whether it went well, which torch.func.vmap cannot")
 
@@ -139,7 +139,7 @@ def _distances(call: Call) -> str | None:
 
 
 def _torch_tiles(call: Call) -> str | None:
-    return "torch's tiles do not know the transforms of torch.func" if transforms.active() else None
+    return "torch's tiles do not know the transforms of torch.func" if torch_func.active() else None
 
 
 def _constant(call: Call) -> str | None:

@@ -15,8 +15,6 @@ from torch import Tensor
 from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
-from zonal.kernels import sparse as kernel
-from zonal.kernels.sparse import Function
 
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
@@ -29,6 +27,19 @@ class Drawn(NamedTuple):
 
     directions: Tensor
     offsets: Tensor
+
+
+class Function(NamedTuple):
+    """What all hash tables do with one part of a point: they take numbers, x @ directions or x, and find their cells.
+
+    x (B, H, tokens, d). directions (d, tables * n); None: x has one number, the same for all tables.
+    offsets (tables * n,): floor(number / width + offset) gives n cells; None: n signs form one cell.
+    """
+
+    x: Tensor
+    directions: Tensor | None
+    offsets: Tensor | None = None
+    width: float = 1.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,20 +110,20 @@ def hashing_refusal(score: Score) -> str | None:
     return None if family(score.metric) else f"metric {type(score.metric).__name__} has no hash family"
 
 
-def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False) -> Tensor:
-    """Codes (B, H, 1 + tables, tokens), int32 below ``CODES``, of prepared queries or keys (B, H, tokens, …).
+def functions(score: Score, search: LSH, x: Tensor, width: int) -> list[Function]:
+    """The functions whose cells make the codes of prepared queries or keys (B, H, tokens, …).
 
-    The last ``width`` numbers of a query or key are the point. The first code is zero for all: its bucket has every
-    key. native: float32 on the CPU, with the compiled kernel.
+    The last ``width`` numbers of a query or key are the point.
     """
     x = x.detach()[..., x.shape[-1] - width :]
     if score.bilinear:
-        functions = [simhash(x, search, search.seed)]
-    else:
-        functions = _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
-    if native:
-        return kernel.codes(functions, search.tables)
-    parts = [cell for function in functions for cell in cells(function, search.tables)]
+        return [simhash(x, search, search.seed)]
+    return _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
+
+
+def codes(found: list[Function], tables: int) -> Tensor:
+    """Codes (B, H, 1 + tables, tokens), int32 below ``CODES``. The first is zero for all: its bucket has every key."""
+    parts = [cell for function in found for cell in cells(function, tables)]
     return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
 
 
@@ -136,4 +147,7 @@ def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Function]:
     return [Function(metric.polar(x)[0], None, offsets, search.width), simhash(x, search, seed)]
 
 
-__all__ = ["CODES", "cells", "codes", "drawn", "family", "grid", "hashing_refusal", "simhash", "spaces"]
+__all__ = [
+    "CODES", "Function", "cells", "codes", "drawn", "family", "functions", "grid", "hashing_refusal", "simhash",
+    "spaces",
+]  # fmt: skip

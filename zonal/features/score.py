@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zonal import device_memory
+from zonal import device_memory, torch_func
 from zonal.algebra.declaration import Derived, Move, require, require_positive, require_whole
 from zonal.algebra.score import Params, Score, unit
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
-from zonal.kernels import transforms
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Features(Score):
             and not self.features.unit
             and phi.device.type == "cpu"
             and not torch.compiler.is_compiling()
-            and not transforms.active()
+            and not torch_func.active()
         )
         if asked and bool((phi == 0).all(-1).any()):
             raise ArgumentError(

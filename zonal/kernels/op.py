@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.errors import PathError
 from zonal.kernels import transforms
 
@@ -111,7 +112,7 @@ class Op:
         """The results, through torch's operator when gradients, tracers or modes need it, else without its overhead."""
         if _plain(inputs) and not recorded(inputs):
             return self.bodies["cpu"].forward(inputs, spec)
-        operator = self._transformed if transforms.active() else self.operator
+        operator = self._transformed if torch_func.active() else self.operator
         found = operator(*inputs, encode(spec))
         return (found,) if self._single else found
 

@@ -1,6 +1,7 @@
 """The kernel for the largest among candidates (sparse.cpp), and the hash tables that give candidates, on the CPU."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,19 +56,6 @@ class Factors(NamedTuple):
     eps: tuple[float, ...] = ()
 
 
-class Function(NamedTuple):
-    """What all hash tables do with one part of a point: they take numbers, x @ directions or x, and find their cells.
-
-    x (B, H, tokens, d). directions (d, tables * n); None: x has one number, the same for all tables.
-    offsets (tables * n,): floor(number / width + offset) gives n cells; None: n signs form one cell.
-    """
-
-    x: Tensor
-    directions: Tensor | None
-    offsets: Tensor | None = None
-    width: float = 1.0
-
-
 class SparseSpec(NamedTuple):
     """The distances of a score, and how many keys each row keeps."""
 
@@ -87,20 +75,22 @@ class SparseInputs(NamedTuple):
     walk: Tensor
 
 
-def codes(functions: list[Function], tables: int) -> Tensor:
+def codes(functions: Sequence[tuple[Tensor, Tensor | None, Tensor | None, float]], tables: int) -> Tensor:
     """The combined cells of float32 points, (B, H, 1 + tables, tokens) int32 below 2^16. Table 0 has one bucket.
+
+    functions: of hash tables, each (x, directions, offsets, width) as ``features.hashing.Function`` has them.
 
     Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
     """
-    batch, heads, tokens, _ = functions[0].x.shape
+    batch, heads, tokens, _ = functions[0][0].shape
     found, kernel = (
         zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32),
         FAMILY.load(),
     )
     at, count, cells = ctypes.c_void_p(found.data_ptr()), batch * heads * tokens, 0
-    for function in functions:
-        x = plain(function.x, torch.float32).flatten(0, 2)
-        directions, offsets = (None if t is None else plain(t, torch.float32) for t in function[1:3])
+    for points, *numbers, width in functions:
+        x = plain(points, torch.float32).flatten(0, 2)
+        directions, offsets = (None if t is None else plain(t, torch.float32) for t in numbers)
         wide, step = (1, 0) if directions is None else (directions.shape[1], directions.shape[1] // tables)
         made = empty(min(_ROWS, count) + 16, wide)  # the kernel looks sixteen numbers past the end
         for first in range(0, count, _ROWS):
@@ -113,7 +103,7 @@ def codes(functions: list[Function], tables: int) -> Tensor:
             kernel.zonal_sparse_hash(
                 ctypes.c_void_p(made.data_ptr()), *(ctypes.c_int64(n) for n in (wide, step, max(step, 1))),
                 ctypes.c_void_p(address(offsets, torch.float32, (tables * max(step, 1),))),
-                ctypes.c_float(function.width), *sizes, at,
+                ctypes.c_float(width), *sizes, at,
             )  # fmt: skip
         cells += 1 if offsets is None else max(step, 1)
     kernel.zonal_sparse_fold(ctypes.c_int64(cells), ctypes.c_int64(found.numel()), at)
@@ -202,7 +192,6 @@ __all__ = [
     "KINDS",
     "Candidates",
     "Factors",
-    "Function",
     "SparseInputs",
     "SparseSpec",
     "codes",

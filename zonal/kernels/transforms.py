@@ -16,16 +16,6 @@ Way = Literal["batch", "heads", "each"]
 Rule = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
 
 
-def active() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def mapped(x: Tensor | None) -> bool:
-    """Whether vmap runs over a tensor, so that its numbers cannot be asked for."""
-    return x is not None and active() and torch._C._functorch.is_batchedtensor(x)  # type: ignore[attr-defined]
-
-
 def rule(operator: Callable[..., tuple[Tensor, ...]], arguments: str, results: str) -> Rule:
     """The rule of vmap for an operator, by a letter for each argument and result.
 
@@ -137,4 +127,4 @@ def differentiable(
     return Forward.apply
 
 
-__all__ = ["active", "differentiable", "mapped", "rule"]
+__all__ = ["differentiable", "rule"]

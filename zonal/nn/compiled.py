@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from zonal.kernels import transforms
+from zonal import torch_func
 from zonal.kernels.build import BuildError
 from zonal.kernels.mixer import FAMILY
 from zonal.kernels.native import Reason
@@ -30,7 +30,7 @@ def refusal(*tensors: Tensor | None) -> Reason:
 def _unfit(given: list[Tensor]) -> Reason:
     if any(x.dtype != torch.float32 or x.device != given[0].device for x in given):
         return "the kernel is for float32, on one device"
-    return "a call that is transformed needs operations of torch" if transforms.active() else None
+    return "a call that is transformed needs operations of torch" if torch_func.active() else None
 
 
 __all__ = ["refusal"]

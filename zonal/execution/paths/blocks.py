@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.declaration import require_values
 from zonal.algebra.primal import contraction, factorised, on_heads
 from zonal.execution.call import Call, empty_memory
 from zonal.execution.paths.scan import Rule, Step
-from zonal.kernels import transforms
 from zonal.kernels.op import no_second_derivative
 from zonal.memory import FadingStatistics, RidgeStatistics, Tokens
 from zonal.memory.fading import directions, given_back
@@ -75,7 +75,7 @@ def _loses_digits(call: Call, tokens: Tokens, before: Statistics) -> bool:
     if (
         not anchor.moving
         and not torch.compiler.is_compiling()
-        and not transforms.active()
+        and not torch_func.active()
         and bool((eps * (peak / rho).square() > _LOST).any())
     ):
         return True

@@ -21,7 +21,8 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     """
     seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
     search = search.sized(call.k.shape[2], hashing.spaces(score))
-    asked, held = (hashing.codes(score, search, x, width, native) for x in (call.q, call.k))
+    codes = kernel.codes if native else hashing.codes
+    asked, held = (codes(hashing.functions(score, search, x, width), search.tables) for x in (call.q, call.k))
     reach = torch.tensor([search.window] + [search.reach] * search.tables, dtype=torch.int64)
     lo, hi, position = seen.lo, torch.maximum(seen.lo, seen.hi), seen.position
     if native:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
-from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, empty_memory, tail
 from zonal.execution.paths.blocks import Statistics
@@ -142,15 +141,7 @@ def _sums(
 
 def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | None) -> Tensor:
     """How many keys each query sees, (B or 1, 1, T, 1)."""
-    priors = tuple(p for p in call.bound.priors if p.orders)
-    seen = visibility(
-        call.q.shape[2],
-        tokens.length,
-        priors,
-        causal=call.causal,
-        include_self=call.include_self,
-        key_padding_mask=tokens.mask,
-    ).count(call.q.device)
+    seen = call.seen(call.q.shape[2], tokens.length, tokens.mask).count(call.q.device)
     return (seen if before is None else seen + before.real[:, None, None])[..., None]
 
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zonal.algebra.prior import Bias, visibility
+from zonal.algebra.prior import Bias
 from zonal.execution.call import Call, Prepared
-from zonal.execution.mask import without_bias
 
 
 def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
@@ -52,14 +51,7 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
     decay = None if decay is None else rows(decay)
     if decay is not None and mask is not None:
         decay = decay * mask[:, None]
-    seen = visibility(
-        index.shape[1],
-        index.shape[1],
-        without_bias(call.bound.priors),
-        causal=call.causal,
-        include_self=call.include_self,
-        key_padding_mask=mask,
-    )
+    seen = call.seen(index.shape[1], index.shape[1], mask)
     group = replace(
         call, raw=None, prepared=Prepared(rows(call.q), rows(call.k), rows(call.v)), visibility=seen, bias=Bias(),
         log_decay=decay, key_bias=None if bias is None else rows(bias),

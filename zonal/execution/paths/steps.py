@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped, Fused
@@ -17,7 +18,6 @@ from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
 from zonal.features import feature_map
-from zonal.kernels import transforms
 from zonal.kernels.decode import DTYPES, DecodeSpec
 from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
@@ -48,7 +48,7 @@ def ridge_refusal(call: Call, kind: str) -> Reason:
 
 
 def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
-    if torch.compiler.is_compiling() or transforms.active():
+    if torch.compiler.is_compiling() or torch_func.active():
         return "a call that is traced or transformed needs operations of torch"
     if kind not in wanted:
         return f"a memory of kind {kind!r} is not in it"
@@ -152,6 +152,13 @@ class Compiled:
             return False
         return numbers.none or not numbers.changed(self.operator)
 
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors in float32, with queries and keys prepared by the score."""
+        score, params = self.bound.score, self.bound.score_params
+        with torch.autocast("cpu", enabled=False):
+            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
+            return q, k, v.float()
+
 
 class SumsSteps(Compiled):
     """A memory of sums over features in the hands of the kernel, which changes its own copy of them in place.
@@ -194,10 +201,7 @@ class SumsSteps(Compiled):
         """
         if self.fused:
             return self.run(q, k, v, log_decay)
-        score, params = self.bound.score, self.bound.score_params
-        with torch.autocast("cpu", enabled=False):
-            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
-            return self.run(q, k, v.float(), log_decay)
+        return self.run(*self.prepared(q, k, v), log_decay)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""
@@ -307,10 +311,7 @@ class RidgeSteps(Compiled):
         """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
         if self._clipped is not None:
             return self.run(q, multiplied(k, self._clipped), v)
-        score, params = self.bound.score, self.bound.score_params
-        with torch.autocast("cpu", enabled=False):
-            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
-            return self.run(q, k, v.float())
+        return self.run(*self.prepared(q, k, v))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, visibility
+from zonal.algebra.prior import Rule, Visibility, intervals_of
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
@@ -83,15 +83,7 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
         return _run(call, earlier, None)[0], memory
     tokens = joined(memory.pending, new)
     whole = tokens.length // call.chunk * call.chunk
-    priors = tuple(prior for prior in call.bound.priors if isinstance(prior, ChunkCausal))
-    seen = visibility(
-        call.q.shape[2],
-        tokens.length,
-        priors,
-        causal=True,
-        include_self=call.include_self,
-        key_padding_mask=tokens.mask,
-    )
+    seen = call.seen(call.q.shape[2], tokens.length, tokens.mask)
     y, final = _run(call, earlier, (tokens.span(0, whole), seen))
     after = carried(earlier, final, tokens)
     assert isinstance(after, FeatureSums)

@@ -10,11 +10,11 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.link import Link
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import transforms
 from zonal.kernels.native import LARGEST, Reason
 from zonal.kernels.op import recorded
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
@@ -50,7 +50,7 @@ def too_wide(dim: int, value_dim: int, largest: int = LARGEST) -> Reason:
 
 def transformed() -> Reason:
     """The refusal of a call under torch.func."""
-    return "a call that is transformed needs operations of torch" if transforms.active() else None
+    return "a call that is transformed needs operations of torch" if torch_func.active() else None
 
 
 def refusal(call: Call) -> Reason:
@@ -113,7 +113,7 @@ def _carried(call: Call, code: Formula) -> bool:
         or not (exponential(code) and call.bound.score.bilinear)
     ):
         return False
-    if call.device.type != "cpu" or torch.compiler.is_compiling() or transforms.active():
+    if call.device.type != "cpu" or torch.compiler.is_compiling() or torch_func.active():
         return False  # where looking for infinite ones would wait, or cannot be done
     return bool(bias.isfinite().all())
 
@@ -194,7 +194,7 @@ def tiled(call: Call) -> Tensor:
     scale = scale_of(fused, call.shape[1], q.device)
     inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges)
     # under vmap a tensor does not say that gradients flow through it
-    inference = not transforms.active() and not recorded((*inputs[:5], call.coefficients))
+    inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients))
     return tile(inputs, rules(call, code, fused, inference))[0]
 
 

@@ -1,0 +1,17 @@
+"""Whether the transforms of torch.func (vmap, grad, jvp, …) are at work, under which numbers cannot be asked for."""
+
+import torch
+from torch import Tensor
+
+
+def active() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def mapped(x: Tensor | None) -> bool:
+    """Whether vmap runs over a tensor, so that its numbers cannot be asked for."""
+    return x is not None and active() and torch._C._functorch.is_batchedtensor(x)  # type: ignore[attr-defined]
+
+
+__all__ = ["active", "mapped"]
