@@ -82,7 +82,7 @@ def test_recipes_are_presets(here):
     )
     presets.write_recipe(here / "recipe.json", settings)
     assert presets.find("recipe.json", "compare") == settings
-    assert presets.named(["--preset", "recipe.json"], "train") == "recipe.json"
+    assert presets.named(["--preset", "recipe.json"], "train") == ("recipe.json", settings)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_means_by_cell():
     ],
 )
 def test_batches_that_do_not_fit(found):
-    with pytest.raises(ArgumentError, match="equal slices in all rows"):
+    with pytest.raises(ArgumentError, match="all rows of a batch"):
         Marks().add(found)
 
 

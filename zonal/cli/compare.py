@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from zonal import report
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, RunOptions, device, folder_of, title, training_steps
+from zonal.cli.console import screen
+from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title, training_steps
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES
@@ -22,7 +21,6 @@ from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style
 from zonal.training import Comparison, ComparisonResult, ComparisonSpec
 
-STOPPED = 130
 FAILED = 1
 
 DESCRIPTION = """\
@@ -43,30 +41,25 @@ Examples:
 class Compare(RunOptions):
     """Compare attention operators on one task."""
 
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    preset: Annotated[str | None, shown("NAME", "optional")] = None
     """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
     """Operators, separated by commas: NAME or NAME(argument=value, ...), or a list of layers as [mamba2*3, ska]."""
-    model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
+    model_preset: Annotated[str | None, shown("NAME", "default: none")] = None
     """A named model, such as echo-1M, in place of the model options. Without --operators, also its layers."""
     seeds: str = "1"
     """The number of seeds, or a list of seeds such as 0,1,2. A single seed 7 is `7,`."""
-    budget: Annotated[
-        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")
-    ] = None
+    budget: Annotated[str | None, shown("TIME", "default: 10m, without --steps")] = None
     """Wall-clock time for the whole comparison, such as 90s, 10m or 2h. Every run gets the same number of steps."""
     learning_rates: str = "3e-3"
     """Learning rates to try, the same for every operator."""
-    out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/TASK-..., found from the settings)"),
-    ] = None
+    out: Annotated[Path | None, shown("DIR", "default: runs/TASK-..., found from the settings")] = None
     """Folder for all files."""
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    resume: Annotated[Path | None, shown("DIR", "optional")] = None
     """Continue the comparison in this folder; no other settings are needed."""
     retry_failed: bool = False
     """Run failed runs again, from their last good checkpoint."""
-    title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
+    title: Annotated[str | None, shown("TEXT", "default: from the task")] = None
     """Heading of the report."""
     jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in its own process. Compare speeds only within such a comparison."""
@@ -77,10 +70,10 @@ def defaults(words: Sequence[str]) -> Compare | None:
 
     Raises: ArgumentError when there is none of that name.
     """
-    name = presets.named(words, "compare")
-    if name is None:
+    named = presets.named(words, "compare")
+    if named is None:
         return None
-    found = presets.find(name, "compare")
+    name, found = named
     return Compare(
         preset=name,
         operators=found.operators,
@@ -198,9 +191,7 @@ def print_summary(summary: report.Summary) -> None:
     for sentence in summary.sentences:
         print(f"  {sentence}")
     if summary.ranking or summary.unlearned:
-        console = Console()
-        # a file or a pipe has no width to keep to
-        console = console if console.is_terminal else Console(width=200)
+        console = screen(200)
         results = report.results(summary)
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
         for index, column in enumerate(results.head):

@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from zonal.algebra import Move, ledger
+
+
+def screen(width: int = 160) -> Console:
+    """The terminal; for a file or a pipe, which has no width to keep to, one of ``width`` columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
 
 
 def table(

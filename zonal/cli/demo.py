@@ -12,7 +12,7 @@ from pathlib import Path
 from zonal import report
 from zonal.cli import compare, parse
 from zonal.cli.compare import Compare
-from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line
+from zonal.cli.options import STOPPED, ModelOptions, TaskOptions, TrainingOptions, command_line
 from zonal.training import Comparison
 
 OPERATORS = "softmax,sko,squared_affine,linear,ska(power=0)"
@@ -104,7 +104,7 @@ def run(options: Demo, command: str) -> int:
         result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
         if comparison.plan is None or result.status == "stopped":
             print(f"Stopped. Run the same command to resume: {command}")
-            return compare.STOPPED
+            return STOPPED
         # should the next part fail, this one is not lost
         report.write(comparison.directory)
         summary = report.summarise(report.load(comparison.directory))

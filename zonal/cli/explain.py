@@ -5,17 +5,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
-import tyro
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 import zonal
 from zonal import ledger, mechanisms
 from zonal.cli import explain_model, parse
-from zonal.cli.console import ledger_tree, table
+from zonal.cli.console import ledger_tree, screen, table
 from zonal.cli.explain_model import ModelLook
-from zonal.cli.options import command_line, device
+from zonal.cli.options import command_line, device, shown
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
 from zonal.execution.plan import duration
@@ -46,15 +45,13 @@ class Explain:
 
     operator: str = "softmax"
     """A name, or name(argument=value, ...)."""
-    shape: Annotated[str | None, tyro.conf.arg(metavar="B,H,T,D", help_behavior_hint="(required)")] = None
+    shape: Annotated[str | None, shown("B,H,T,D", "required")] = None
     """Batch, heads, tokens and head dimension of the queries."""
-    kv_heads: Annotated[int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as heads)")] = None
+    kv_heads: Annotated[int | None, SIZE, shown("INT", "default: as heads")] = None
     """Key and value heads."""
-    keys: Annotated[int | None, TOKENS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as tokens)")] = None
+    keys: Annotated[int | None, TOKENS, shown("INT", "default: as tokens")] = None
     """Number of keys."""
-    value_dim: Annotated[
-        int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: head dimension)")
-    ] = None
+    value_dim: Annotated[int | None, SIZE, shown("INT", "default: head dimension")] = None
     """Dimension of the values."""
     causal: bool = False
     """Each query sees only its own and earlier keys."""
@@ -62,9 +59,7 @@ class Explain:
     """Include the backward pass."""
     key_padding: bool = False
     """The call has a mask of padded keys."""
-    memory: Annotated[
-        int | None, Between(0, 2**40), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
-    ] = None
+    memory: Annotated[int | None, Between(0, 2**40), shown("INT", "default: none")] = None
     """The call continues a memory of this many tokens."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """Number format."""
@@ -103,17 +98,11 @@ def explained(options: Explain) -> Explanation:
 
 def _facts(found: Explanation) -> RenderableType:
     shape = found.shape
-    call = [
-        str(shape),
-        found.dtype,
-        str(shape.device),
-        "causal" if shape.tied else "bidirectional",
-        "with gradients" if shape.gradients else "without gradients",
-    ]
+    sides, gradients = "causal" if shape.tied else "bidirectional", "with" if shape.gradients else "without"
+    call = [str(shape), found.dtype, str(shape.device), sides, f"{gradients} gradients"]
     call += ["with key padding"] if shape.padded else []
-    kept = ", ".join(
-        f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in found.memory_bytes.items()
-    )
+    sizes = found.memory_bytes.items()
+    kept = ", ".join(f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in sizes)
     grid = Table.grid(padding=(0, 2))
     for name, text in (
         ("operator", f"{found.operator}: {found.declaration}"),
@@ -136,25 +125,17 @@ def _operations(count: float) -> str:
 def tables(found: Explanation) -> list[RenderableType]:
     """The explanation as tables for the terminal."""
     estimates = [
-        (
-            e.path,
-            e.route,
-            duration(e.seconds),
-            _operations(e.flops),
-            formats.bytes_(e.bytes_moved),
-            formats.bytes_(e.peak_bytes),
-            f"{e.calls:,}",
-        )
+        (e.path, e.route, duration(e.seconds), _operations(e.flops), *map(formats.bytes_, sizes), f"{e.calls:,}")
         for e in found.plan.estimates
+        for sizes in [(e.bytes_moved, e.peak_bytes)]
     ]
+    head = ("path", "route", "time", "work", "moved", "peak memory", "torch calls")
     refused = [(path, why) for path, why in found.plan.refused.items()] or [("none", "every path can run this call")]
     meaning = "; ".join(f"{step}: {text}" for step, text in ledger.STEPS.items())
     return [
         _facts(found),
         Text(),
-        table(
-            "Estimates", ("path", "route", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path
-        ),
+        table("Estimates", head, estimates, found.path),
         Text(),
         table("Refused", ("path", "because"), refused),
         Text(),
@@ -195,9 +176,7 @@ def run(options: Explain, command: str) -> int:
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         return 0
-    console = Console()
-    # a file or a pipe has no width to keep to
-    console = console if console.is_terminal else Console(width=160)
+    console = screen()
     for part in tables(found) if isinstance(found, Explanation) else explain_model.tables(found):
         console.print(part)
     if page is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
@@ -18,7 +17,7 @@ from zonal.algebra import Operator, ledger
 from zonal.cli import parse
 from zonal.cli.console import ledger_tree, table
 from zonal.cli.generate import checkpoint_in, codec
-from zonal.cli.options import device
+from zonal.cli.options import device, shown
 from zonal.errors import ArgumentError
 from zonal.limits import Between
 from zonal.nn import Attention
@@ -32,23 +31,21 @@ from zonal.training import load_model
 class ModelLook:
     """Instead of an operator: the heads of a trained model."""
 
-    model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
+    model: Annotated[Path | None, shown("PATH", "default: none")] = None
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
-    layer: Annotated[
-        int | None, Between(1, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
-    ] = None
+    layer: Annotated[int | None, Between(1, 4096), shown("INT", "default: all")] = None
     """Only this layer of the model, counted from 1."""
-    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: what was held out)")] = None
+    text: Annotated[str | None, shown("TEXT", "default: what was held out")] = None
     """The input of the model: text, or token numbers for a model that was not trained on text."""
     sequences: Annotated[int, Between(1, 4096)] = 2
     """Without --text: the number of held-out sequences to read."""
-    length: Annotated[int, Between(1, 4096)] = 128
+    length: Annotated[int, Between(2, 4096)] = 128
     """The largest number of tokens per sequence."""
     ranks: str = "1,2,4"
     """Ranks of the dot products that are fitted to the scores."""
     refine: Annotated[int, Between(0, 100_000)] = 30
     """Steps of fitting each rank to the weights; 0 for none."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    out: Annotated[Path | None, shown("FILE", "default: none")] = None
     """Also write a page with shares, singular values and maps of the first sequence."""
 
 
@@ -85,22 +82,14 @@ class Found:
             }
             for layer in self.layers
         ]  # fmt: skip
-        return {
-            "model": str(self.model),
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "ranks": list(self.ranks),
-            "layers": layers,
-        }
+        sizes = {"sequences": self.sequences, "tokens": self.tokens, "ranks": list(self.ranks)}
+        return {"model": str(self.model), **sizes, "layers": layers}
 
 
 def looked_at(options: ModelLook, place: str) -> Found:
     """The heads of the model on the device ``place``. Raises: ArgumentError, FileFormatError for what does not fit."""
     assert options.model is not None
     ranks = parse.ranks(options.ranks)
-    for name, least in (("sequences", 1), ("length", 2), ("refine", 0)):
-        if getattr(options, name) < least:
-            raise ArgumentError(f"explain: --{name} must be at least {least}, received {getattr(options, name)}.")
     model, config = load_model(checkpoint_in(options.model, "explain"))
     model = model.to(device(place))
     if options.layer is not None and not 1 <= options.layer <= len(model.blocks):
@@ -124,14 +113,8 @@ def looked_at(options: ModelLook, place: str) -> Found:
             f"{'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}."
         )
     decode = codec(config["identity"]["task"], model.config.vocab_size, "explain").decode
-    return Found(
-        options.model,
-        tokens.shape[0],
-        tokens.shape[1],
-        ranks,
-        layers,
-        tuple(decode([token]) for token in tokens[0].tolist()),
-    )
+    read = tuple(decode([token]) for token in tokens[0].tolist())
+    return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers, read)
 
 
 def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], options: ModelLook) -> Layer:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 
-from zonal.cli.options import device
+from zonal.cli.options import device, shown
 from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.limits import COUNT, SEED, SHARE, Between
@@ -34,7 +33,7 @@ _LONGEST = 4
 class Generate:
     """Continue a prompt."""
 
-    model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")] = None
+    model: Annotated[Path | None, shown("PATH", "required")] = None
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
     prompt: str = ""
     """The prompt: text, or token numbers for a model that was not trained on text."""
@@ -42,15 +41,13 @@ class Generate:
     """Stop after this many tokens."""
     temperature: Annotated[float, Between(0, 1e6)] = 1.0
     """Divides the logits. Below 1: more predictable; above 1: more varied; 0: always the most likely token."""
-    top_k: Annotated[int | None, COUNT, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    top_k: Annotated[int | None, COUNT, shown("INT", "default: all")] = None
     """Draw only from this many most likely tokens."""
-    top_p: Annotated[float | None, SHARE, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
+    top_p: Annotated[float | None, SHARE, shown("FLOAT", "default: all")] = None
     """Draw from the most likely tokens that together have this probability."""
-    stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None
+    stop: Annotated[str | None, shown("TEXT", "default: none")] = None
     """End where this text has been generated."""
-    seed: Annotated[
-        int | None, SEED, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")
-    ] = None
+    seed: Annotated[int | None, SEED, shown("INT", "default: another each time")] = None
     """The same seed, prompt and model give the same text."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-import tyro
-from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from zonal.cli.console import table
+from zonal.cli.console import screen, table
+from zonal.cli.options import shown
 from zonal.errors import ArgumentError
 from zonal.limits import Between
 from zonal.models import CausalLM, ModelConfig, layer_list
@@ -39,9 +38,7 @@ class Influence:
 
     operator: str = "softmax"
     """One operator or recurrence, which is repeated, or a list with one per layer; NAME*3 stands for three."""
-    window: Annotated[
-        int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
-    ] = None
+    window: Annotated[int | None, Between(0, 4096), shown("INT", "default: none")] = None
     """In place of an operator: softmax with a window of this many tokens."""
     conv: Annotated[int, Between(0, 4096)] = 0
     """Width of the short convolution before the projections of attention; 0 for none."""
@@ -118,22 +115,13 @@ def run(options: Influence, command: str) -> int:
         return 0
     shown = [n for n in counts if n <= _ROWS - 1 or n == result.layers]
     rows = [(f"{n:,}", f"{share:.1%}", f"{back:,}") for n in shown for share, back in (result.reached(n),)]
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
+    console = screen()
     more = "more of them bring nothing" if result.repeated else "all of them"
-    console.print(
-        table(
-            f"{options.tokens:,} tokens", ("layers", "pairs that they join", "how far the last token sees back"), rows
-        )
-    )
+    head = ("layers", "pairs that they join", "how far the last token sees back")
+    console.print(table(f"{options.tokens:,} tokens", head, rows))
     console.print(Text(f"{result.layers:,} layer{'s' if result.layers != 1 else ''}: {more}", style="dim"))
-    console.print(
-        Text(
-            "\nMost layers that a pair needs, rows for outputs, columns for inputs; "
-            "a dot where some pair is out of reach",
-            style="dim",
-        )
-    )
+    legend = "rows for outputs, columns for inputs; a dot where some pair is out of reach"
+    console.print(Text(f"\nMost layers that a pair needs, {legend}", style="dim"))
     for line in result.picture():
         console.print(Text(line))
     return 0

@@ -20,6 +20,8 @@ from zonal.models.config import ModelSettings
 from zonal.training import TrainConfig
 from zonal.training.config import TrainSettings
 
+STOPPED = 130
+"""The exit code of a command that was stopped with a checkpoint."""
 _KINDS = {
     tasks.Retrieval: "Retrieval",
     tasks.Expressions: "Completing expressions",
@@ -28,9 +30,14 @@ _KINDS = {
 }
 
 
+def shown(metavar: str, default: str) -> Any:
+    """How --help shows an option: what stands for its value, and what is said of its default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({default})")
+
+
 @dataclass(frozen=True)
 class _TaskName:
-    task: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(required)")] = None
+    task: Annotated[str | None, shown("NAME", "required")] = None
     """Name of the task, such as text, mqar or needle. Without it, the command lists all tasks."""
 
 

@@ -3,11 +3,14 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from zonal.errors import ArgumentError
 from zonal.limits import RATE
 from zonal.models.layers import split
 
+N = TypeVar("N", int, float)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST = 10 * 365 * 24 * 3600.0
 # seeds or learning rates of one comparison
@@ -56,12 +59,19 @@ def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     return tuple(range(numbers[0])) if "," not in text else tuple(numbers)
 
 
+def _numbers(text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
+    """The numbers between commas; none where one of them is none."""
+    try:
+        return tuple(map(kind, text.split(",")))
+    except ValueError:
+        return ()
+
+
 def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, ...]:
     """``"1e-3,3e-3"`` → its numbers, each above zero."""
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ArgumentError(f"{option}: {text!r} is not a list of numbers such as 1e-3,3e-3.") from error
+    numbers = _numbers(text, float)
+    if not numbers:
+        raise ArgumentError(f"{option}: {text!r} is not a list of numbers such as 1e-3,3e-3.")
     if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ArgumentError(f"{option}: learning rates must be above zero, got {text!r}.")
     if len(numbers) > _MOST or max(numbers) > RATE.most:
@@ -73,10 +83,7 @@ def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, 
 
 def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
     """``"0.25,0.5,0.75"`` → three rising parts of a run."""
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
+    numbers = _numbers(text, float)
     if len(numbers) != 3 or not all(a <= b for a, b in itertools.pairwise((0.0, *numbers, 1.0))):
         raise ArgumentError(
             f"{option}: {text!r} must be three rising parts of the run from 0 to 1, such as 0.25,0.5,0.75."
@@ -86,18 +93,15 @@ def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
 
 def tokens(text: str, option: str = "--silent-tokens") -> tuple[int, ...]:
     """``"0,1"`` → its token numbers."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ArgumentError(f"{option}: {text!r} is not a list of token numbers such as 0,1.") from error
+    numbers = _numbers(text, int)
+    if not numbers:
+        raise ArgumentError(f"{option}: {text!r} is not a list of token numbers such as 0,1.")
+    return numbers
 
 
 def ranks(text: str, option: str = "--ranks") -> tuple[int, ...]:
     """``"1,2,4"`` → its rising whole numbers."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
+    numbers = _numbers(text, int)
     if not numbers or numbers[0] < 1 or not all(a < b for a, b in itertools.pairwise(numbers)):
         raise ArgumentError(f"{option}: {text!r} must be rising whole numbers of at least 1, such as 1,2,4.")
     return numbers
@@ -105,10 +109,7 @@ def ranks(text: str, option: str = "--ranks") -> tuple[int, ...]:
 
 def shape(text: str, option: str = "--shape") -> tuple[int, int, int, int]:
     """``"1,8,4096,64"`` → batch, heads, tokens, head dimension."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
+    numbers = _numbers(text, int)
     if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > _LARGEST_AXIS:
         raise ArgumentError(
             f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, "

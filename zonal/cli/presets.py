@@ -66,16 +66,18 @@ def names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
 
 
-def named(words: Sequence[str], command: str) -> str | None:
-    """The name after --preset on a command line. Raises: ArgumentError when it is missing or unknown."""
+def named(words: Sequence[str], command: str) -> tuple[str, Preset] | None:
+    """The name after --preset on a command line, and what it stands for.
+
+    Raises: ArgumentError when it is missing or unknown.
+    """
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == OPTION:
             if not equals and place + 1 == len(words):
                 raise ArgumentError(f"{command}: {OPTION} requires a name. Presets: {', '.join(names())}.")
             found = value if equals else words[place + 1]
-            find(found, command)
-            return found
+            return found, find(found, command)
     return None
 
 

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from zonal.evaluation.statistics import spread
 from zonal.report import formats, style
 from zonal.training import events
 
@@ -58,9 +59,8 @@ class Board:
         """Take in one event."""
         match event:
             case events.Measuring():
-                self.phase = (
-                    f"Measuring the speed of {self._label(event.operator)} ({event.index + 1} of {event.total})"
-                )
+                label = self.labels.get(event.operator, event.operator)
+                self.phase = f"Measuring the speed of {label} ({event.index + 1} of {event.total})"
             case events.Planned():
                 self.planned, self.phase, self._began = event, "Training", self.clock()
             case events.RungStarted():
@@ -80,9 +80,8 @@ class Board:
                 self.runs[event.run].held_out = _numbers(event.metrics)
             case events.RunFinished():
                 known = self.runs.get(event.run)
-                run = known or RunBoard(
-                    event.operator, event.label, event.seed, event.learning_rate, event.steps_done, event.steps_done
-                )
+                done = event.steps_done
+                run = known or RunBoard(event.operator, event.label, event.seed, event.learning_rate, done, done)
                 run.status, run.step = event.status, event.steps_done
                 run.held_out = _numbers(event.final) if event.final else run.held_out
                 self.runs[event.run] = run
@@ -90,9 +89,6 @@ class Board:
                     self._at_start += self._weight(run.operator)
             case _:
                 pass
-
-    def _label(self, operator: str) -> str:
-        return self.labels.get(operator, operator)
 
     @property
     def current(self) -> list[RunBoard]:
@@ -104,9 +100,8 @@ class Board:
         plan = self.planned
         if plan is None or not plan.step_seconds or operator not in plan.step_seconds:
             return 1.0
-        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * (plan.evaluation_seconds or {}).get(
-            operator, 0.0
-        )
+        evaluation = (plan.evaluation_seconds or {}).get(operator, 0.0)
+        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * evaluation
 
     def fraction(self) -> float:
         """Part of the whole work that is done, 0 to 1, runs weighed by the time they take."""
@@ -206,26 +201,17 @@ class LiveDisplay:
             parts.append(Text(f"{board.phase} …"))
         elif board.rung is not None:
             parts.append(Text(board.phase))
-            bars.add_row(
-                "search",
-                ProgressBar(total=1.0, completed=board.rung.share, width=32),
-                f"{100 * board.rung.share:.0f} % of the most there may be",
-            )
+            bar = ProgressBar(total=1.0, completed=board.rung.share, width=32)
+            bars.add_row("search", bar, f"{100 * board.rung.share:.0f} % of the most there may be")
             self._runs(bars)
             parts.append(bars)
         else:
             left = board.seconds_left()
-            estimate = f", about {formats.seconds(float(round(left)))} left" if left is not None else ""
-            count = (
-                f"{board.ended()} of {board.planned.runs} runs done"
-                if board.planned
-                else f"{100 * board.fraction():.0f} %"
-            )
-            bars.add_row(
-                "all runs" if board.planned else "",
-                ProgressBar(total=1.0, completed=board.fraction(), width=32),
-                f"{count}{estimate}",
-            )
+            estimate = f", about {_rounded(left)} left" if left is not None else ""
+            plan, done = board.planned, board.fraction()
+            count = f"{board.ended()} of {plan.runs} runs done" if plan else f"{100 * done:.0f} %"
+            bar = ProgressBar(total=1.0, completed=done, width=32)
+            bars.add_row("all runs" if plan else "", bar, f"{count}{estimate}")
             self._runs(bars)
             parts.append(bars)
         if len(board.labels) > 1 and board.planned:
@@ -239,23 +225,15 @@ class LiveDisplay:
             facts = [f"step {run.step:,} of {run.steps:,}"]
             facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
             facts += [f"held out: {held_out(run.held_out, self.board.metric)}"] if run.held_out else []
-            bars.add_row(
-                f"{run.label}, seed {run.seed}",
-                ProgressBar(total=max(1, run.steps), completed=run.step, width=32),
-                " · ".join(facts),
-            )
+            bar = ProgressBar(total=max(1, run.steps), completed=run.step, width=32)
+            bars.add_row(f"{run.label}, seed {run.seed}", bar, " · ".join(facts))
 
     def _table(self) -> Table:
         board = self.board
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title, side in (
-            ("operator", "left"),
-            (f"{board.metric} now", "right"),
-            ("finished, mean ± spread", "right"),
-            ("runs", "right"),
-            ("tokens/s", "right"),
-        ):
-            table.add_column(title, justify="right" if side == "right" else "left")
+        table.add_column("operator")
+        for title in (f"{board.metric} now", "finished, mean ± spread", "runs", "tokens/s"):
+            table.add_column(title, justify="right")
         assert board.planned is not None
         each = board.planned.runs // max(1, len(board.labels))
         for operator, label in board.labels.items():
@@ -263,13 +241,8 @@ class LiveDisplay:
             latest = next((run for run in reversed(runs) if run.status == "running"), runs[-1] if runs else None)
             now = formats.number(latest.held_out.get(board.metric)) if latest else formats.MISSING
             speed = formats.compact(latest.speed) if latest else formats.MISSING
-            table.add_row(
-                Text.assemble(("● ", self.looks[operator].light), label),
-                now,
-                finished(board.results(operator)),
-                f"{sum(run.status == 'done' for run in runs)} of {each}",
-                speed,
-            )
+            name, done = Text.assemble(("● ", self.looks[operator].light), label), finished(board.results(operator))
+            table.add_row(name, now, done, f"{sum(run.status == 'done' for run in runs)} of {each}", speed)
         return table
 
 
@@ -277,9 +250,8 @@ def finished(values: Sequence[float]) -> str:
     """Mean ± sample deviation of final numbers; an en dash without any."""
     if not values:
         return formats.MISSING
-    mean = sum(values) / len(values)
-    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5 if len(values) > 1 else None
-    return formats.spread(mean, deviation)
+    found = spread(values)
+    return formats.spread(found.mean, found.deviation)
 
 
 class PlainDisplay:
@@ -307,18 +279,11 @@ class PlainDisplay:
             case events.Measuring():
                 self._say(f"{board.phase} …")
             case events.Planned():
-                time_needed = (
-                    f", about {formats.seconds(float(round(event.estimated_seconds)))}"
-                    if event.estimated_seconds is not None
-                    else ""
-                )
-                self._say(f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each{time_needed}.")
+                needed = "" if event.estimated_seconds is None else f", about {_rounded(event.estimated_seconds)}"
+                self._say(f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each{needed}.")
             case events.RungStarted():
-                self._say(
-                    f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}."
-                    if event.round
-                    else f"{board.phase}."
-                )
+                told = f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}."
+                self._say(told if event.round else f"{board.phase}.")
             case events.Judged():
                 self._say(judged_words(event))
             case events.RunStarted():
@@ -341,11 +306,8 @@ class PlainDisplay:
                 )
             case events.RunFinished():
                 state = f"{event.status} before" if event.skipped else event.status
-                numbers = (
-                    f", {held_out(_numbers(event.final), board.metric)}"
-                    if event.final and event.status == "done"
-                    else ""
-                )
+                reached = event.final if event.status == "done" else None
+                numbers = f", {held_out(_numbers(reached), board.metric)}" if reached else ""
                 why = f": {event.message}" if event.status == "failed" else "."
                 self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}{why}")
             case _:
@@ -357,11 +319,11 @@ class PlainDisplay:
     def _left(self) -> str:
         # how many runs a search will make is not known
         left = self.board.seconds_left() if self.board.rung is None else None
-        return (
-            ""
-            if left is None
-            else f"; {100 * self.board.fraction():.0f} % of all, about {formats.seconds(float(round(left)))} left"
-        )
+        return "" if left is None else f"; {100 * self.board.fraction():.0f} % of all, about {_rounded(left)} left"
+
+
+def _rounded(seconds: float) -> str:
+    return formats.seconds(float(round(seconds)))
 
 
 @contextlib.contextmanager

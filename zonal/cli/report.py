@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from zonal.cli.options import shown
 from zonal.errors import ArgumentError
 from zonal.report import packing
 
@@ -26,7 +27,7 @@ class Report:
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders that zonal compare or zonal search wrote, packed or not."""
-    pack: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    pack: Annotated[Path | None, shown("DIR", "optional")] = None
     """The new folder for the packed form. The original folder is unchanged, and no pages are written there."""
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import RunOptions, TrainingOptions, device, folder_of, title
+from zonal.cli.options import STOPPED, RunOptions, TrainingOptions, device, folder_of, shown, title
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
@@ -24,7 +22,6 @@ from zonal.store import read_json
 from zonal.training.search import KINDS, PALETTE, Regime, Search, SearchResult, SearchSpec
 from zonal.training.search.spec import SearchSettings
 
-STOPPED = 130
 _STEPS = 300
 
 DESCRIPTION = """\
@@ -54,18 +51,15 @@ class SearchOptions(RunOptions, SearchSettings):
     """Kinds of moves."""
     palette: str = ",".join(PALETTE)
     """The operators that a placement move may put into a layer."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
+    budget: Annotated[str | None, shown("TIME", "default: none")] = None
     """Time of training and evaluation of all runs, such as 10m or 2h. A rung starts only if it should fit."""
     workers: Annotated[int, PROCESSES] = 1
     """Regimes trained at a time. More than one needs Ray Tune (pip install 'zonal[search]')."""
-    out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)"),
-    ] = None
+    out: Annotated[Path | None, shown("DIR", "default: runs/search-TASK-..., found from the settings")] = None
     """Folder for all files."""
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    resume: Annotated[Path | None, shown("DIR", "optional")] = None
     """Continue the search in this folder; no other settings are needed."""
-    title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
+    title: Annotated[str | None, shown("TEXT", "default: from the task")] = None
     """Heading of the page."""
     training: TrainingOptions = field(default_factory=lambda: TrainingOptions(tensorboard=False))
 
@@ -99,15 +93,8 @@ def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Prese
     model = dataclasses.replace(options.model, layers=len(winner.layers), head_dim=winner.head_dim)
     training = dataclasses.replace(options.training, steps=spec.training.steps)
     seeds = ",".join(map(str, spec.seeds)) + "," * (len(spec.seeds) == 1)
-    return Preset(
-        f"the winner of {spec.title}",
-        {winner.label: winner.operator},
-        seeds,
-        repr(winner.learning_rate),
-        options.task,
-        model,
-        training,
-    )
+    models, about = {winner.label: winner.operator}, f"the winner of {spec.title}"
+    return Preset(about, models, seeds, repr(winner.learning_rate), options.task, model, training)
 
 
 def run(options: SearchOptions, command: str) -> int:

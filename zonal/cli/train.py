@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from zonal import tasks
 from zonal.cli import parse, presets
-from zonal.cli.options import ModelOptions, RunOptions, device, folder_of, title
+from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import RATE, SEED
@@ -20,7 +18,6 @@ from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
 from zonal.training.loop import run_identity
 
-STOPPED = 130
 _STEPS = 1000
 
 DESCRIPTION = """\
@@ -40,20 +37,17 @@ Examples:
 class Train(RunOptions):
     """Train one model."""
 
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    preset: Annotated[str | None, shown("NAME", "optional")] = None
     """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operator: str = "softmax"
     """One operator (or mamba2, mesanet, ...) for all layers, or a list with one per layer; NAME*3 means three."""
-    model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
+    model_preset: Annotated[str | None, shown("NAME", "default: none")] = None
     """A named model, such as echo-1M or echo-1M-mamba, in place of --operator and the model's options."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Highest learning rate."""
     seed: Annotated[int, SEED] = 0
     """Seed of initial weights and data order."""
-    out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)"),
-    ] = None
+    out: Annotated[Path | None, shown("DIR", "default: runs/train-TASK-..., found from the settings")] = None
     """Folder for all files."""
 
 
@@ -62,10 +56,10 @@ def defaults(words: Sequence[str]) -> Train | None:
 
     Raises: ArgumentError when there is none of that name.
     """
-    name = presets.named(words, "train")
-    if name is None:
+    named = presets.named(words, "train")
+    if named is None:
         return None
-    preset = presets.find(name, "train")
+    name, preset = named
     first = next(iter(preset.models.values()))
     return Train(
         preset=name,

@@ -3,26 +3,11 @@ means by cell.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zonal.errors import ArgumentError
-from zonal.evaluation.metrics import Predictor, evaluating
-
-
-class ExaminedBatch(Protocol):
-    """values: numbers of each row by name. slices: properties of each row by name, equal in all rows."""
-
-    @property
-    def values(self) -> Mapping[str, Sequence[float]]: ...
-    @property
-    def slices(self) -> Mapping[str, Sequence[int | str]]: ...
-
-
-class ExaminingTask(Protocol):
-    """What is needed of a task here."""
-
-    def examine(self, model: Any, batch_size: int) -> Iterator[Any]: ...
+from zonal.evaluation.metrics import MeasuredTask, Predictor, cell_of, evaluating
 
 
 class Marks:
@@ -31,19 +16,20 @@ class Marks:
     def __init__(self):
         self._sums: dict[tuple[tuple[str, int | str], ...], dict[str, list[float]]] = {}
 
-    def add(self, found: ExaminedBatch) -> None:
-        """Add one batch. Raises: ArgumentError when its rows differ in a slice, or a number is missing for a row."""
-        rows = {len(values) for values in (*found.values.values(), *found.slices.values())}
-        mixed = [name for name, values in found.slices.items() if len(set(values)) != 1]
-        if len(rows) != 1 or mixed:
+    def add(self, found: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[int | str]]]) -> None:
+        """Add one batch: numbers of each row by name, and properties of each row by name, equal in all rows.
+
+        Raises: ArgumentError when rows differ in a slice, or a number is missing for a row.
+        """
+        numbers, slices = found
+        rows = {len(values) for values in (*numbers.values(), *slices.values())}
+        if len(rows) != 1:
             raise ArgumentError(
                 "examine: one number per row and equal slices in all rows of a batch are required, "
-                f"got lists of lengths {sorted(rows)}, mixed: {mixed}."
+                f"got lists of lengths {sorted(rows)}."
             )
-        sums = self._sums.setdefault(
-            tuple((name, values[0]) for name, values in found.slices.items()), defaultdict(lambda: [0.0, 0.0])
-        )
-        for name, values in found.values.items():
+        sums = self._sums.setdefault(cell_of("examine", slices), defaultdict(lambda: [0.0, 0.0]))
+        for name, values in numbers.items():
             sums[name][0] += sum(values)
             sums[name][1] += len(values)
 
@@ -59,7 +45,7 @@ class Marks:
         ]
 
 
-def examine(model: Predictor, task: ExaminingTask, *, batch_size: int) -> list[dict[str, Any]]:
+def examine(model: Predictor, task: MeasuredTask, *, batch_size: int) -> list[dict[str, Any]]:
     """What ``task`` finds of ``model``, one object a cell, see ``Marks.result``; empty for tasks that examine nothing.
 
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.

@@ -33,37 +33,39 @@ class EvaluationBatch(Protocol):
     def slices(self) -> Mapping[str, Sequence[int | str]]: ...
 
 
-class EvaluationTask(Protocol):
-    """What evaluation needs of a task: its batches, and the mean UTF-8 bytes per target (None when it is not text)."""
+class MeasuredTask(Protocol):
+    """What is needed of a task to measure a model on it: its batches, its own examination, and the mean UTF-8 bytes per
+    target (None when it is not text). Rows of a transfer batch have equal slices.
+    """
 
     bytes_per_token: float | None
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Any]: ...
-
-
-class TransferTask(Protocol):
-    """What is needed of a task to measure a model on other tasks and lengths: batches whose rows have equal slices."""
-
     def transfer_batches(self, batch_size: int) -> Iterator[Any]: ...
+    def examine(self, model: Any, batch_size: int) -> Iterator[Any]: ...
 
 
 class Predictor(Protocol):
     """A module with ``predict``: (tokens, targets) → predicted ids (N,), target ids (N,), row of each (N,), and the
-    cross-entropy of each in nats (N,), for the N supervised positions."""
+    cross-entropy of each in nats (N,), for the N supervised positions. piece: tokens read at a time, each piece from
+    the memory of those before; it is only given where sequences are to be read in pieces.
+    """
 
     training: bool
-
-    def predict(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def train(self, mode: bool = True) -> Any: ...
-
-
-class PieceReader(Predictor, Protocol):
-    """A predictor that can read so many tokens at a time, each piece from its memory of those before."""
 
     def predict(
         self, tokens: Tensor, targets: Tensor, *, piece: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> Any: ...
+
+
+def cell_of(call: str, slices: Mapping[str, Sequence[int | str]]) -> tuple[tuple[str, int | str], ...]:
+    """What the rows of a batch have in common. Raises: ArgumentError when they differ in a slice."""
+    mixed = [name for name, values in slices.items() if len(set(values)) != 1]
+    if mixed:
+        raise ArgumentError(f"{call}: all rows of a batch must have the same {', '.join(mixed)}. Give a batch to each.")
+    return tuple((name, values[0]) for name, values in slices.items())
 
 
 class Accumulator:
@@ -146,12 +148,7 @@ class Cells:
 
     def of(self, batch: EvaluationBatch) -> Accumulator:
         """Where ``batch`` belongs. Raises: ArgumentError when its rows differ in a slice."""
-        mixed = [name for name, values in batch.slices.items() if len(set(values)) != 1]
-        if mixed:
-            raise ArgumentError(
-                f"transfer: all rows of a batch must have the same {', '.join(mixed)}. Give a batch to each."
-            )
-        return self._found.setdefault(tuple((name, values[0]) for name, values in batch.slices.items()), Accumulator())
+        return self._found.setdefault(cell_of("transfer", batch.slices), Accumulator())
 
     def result(self) -> list[dict[str, Any]]:
         """One flat object a cell, in the order of first appearance: its slices, ``accuracy``, ``loss`` and
@@ -164,24 +161,19 @@ class Cells:
         return found
 
 
-def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device) -> None:
-    """Predict one batch on ``device`` and add it to ``into``."""
-    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-    into.add(*model.predict(tokens, targets), tokens.shape[0], batch.slices)
-
-
-def accumulate_in_pieces(
-    model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None
+def accumulate(
+    model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None = None
 ) -> None:
-    """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them
-    whole.
+    """Predict one batch on ``device`` and add it to ``into``. piece: sequences that are longer are read so many tokens
+    at a time; None reads them whole.
     """
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-    into.add(*model.predict(tokens, targets, piece=piece), tokens.shape[0], batch.slices)
+    found = model.predict(tokens, targets) if piece is None else model.predict(tokens, targets, piece=piece)
+    into.add(*found, tokens.shape[0], batch.slices)
 
 
 def evaluate_transfer(
-    model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None
+    model: Predictor, task: MeasuredTask, *, batch_size: int, piece: int | None = None
 ) -> list[dict[str, Any]]:
     """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see
     ``Cells.result``.
@@ -193,7 +185,7 @@ def evaluate_transfer(
     cells = Cells()
     with evaluating(model) as device:
         for batch in task.transfer_batches(batch_size):
-            accumulate_in_pieces(model, batch, cells.of(batch), device, piece)
+            accumulate(model, batch, cells.of(batch), device, piece)
     return cells.result()
 
 
@@ -209,7 +201,7 @@ def evaluating(model: Predictor) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def evaluate(model: Predictor, task: EvaluationTask, *, batch_size: int) -> dict[str, Any]:
+def evaluate(model: Predictor, task: MeasuredTask, *, batch_size: int) -> dict[str, Any]:
     """Metrics of ``model`` over all evaluation batches of ``task``.
 
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.

@@ -71,7 +71,7 @@ def save_checkpoint(
 
     Raises: InsufficientSpaceError when the disk is full; the previous checkpoint then still stands.
     """
-    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    tensors = _weights(model)
     for name, parameter in model.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser/{name}/{key}"] = value
@@ -79,23 +79,20 @@ def save_checkpoint(
     device = next(model.parameters()).device
     if device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(device)
-    header = {
-        "kind": KIND,
-        "config": config,
-        "fingerprint": fingerprint(config["identity"]),
-        "progress": dataclasses.asdict(progress),
-    }
-    save_tensors(path, tensors, header)
+    save_tensors(path, tensors, {**_header(config), "progress": dataclasses.asdict(progress)})
 
 
 def save_weights(path: Path, model: nn.Module, config: dict[str, Any], step: int) -> None:
     """Write the weights alone, as ``load_model`` reads them."""
-    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    save_tensors(
-        path,
-        tensors,
-        {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "weights_of_step": step},
-    )
+    save_tensors(path, _weights(model), {**_header(config), "weights_of_step": step})
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model/{name}": value for name, value in model.state_dict().items()}
+
+
+def _header(config: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"])}
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: dict[str, Any]) -> Progress:

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
@@ -23,20 +22,10 @@ from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.config import TrainConfig
-from zonal.training.environment import (
-    FolderInUseError,
-    check_threads,
-    commit,
-    cores,
-    describe_device,
-    folder_lock,
-    interruptible,
-    remove_parts,
-    versions,
-)
-from zonal.training.folder import claimed
+from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each
+from zonal.training.folder import claimed, sitting
 from zonal.training.loop import train
-from zonal.training.parallel import finished, run_in_processes
+from zonal.training.parallel import run_in_processes
 from zonal.training.plan import StepPlan, Timing, decide_steps, estimate, measure
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
@@ -121,11 +110,9 @@ class Comparison:
             raise ArgumentError(f"Comparison.run: jobs must be at least 1, got {jobs}.")
         check_threads("Comparison.run", threads)
         started = time.perf_counter()
-        with folder_lock(self.directory), interruptible() as interrupted:
+        with sitting(self.directory) as interrupted:
             stop = should_stop or interrupted
             emit = on_event or events.ignore
-            remove_parts(self.directory)
-            archive.unpack(self.directory)
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
             for run in self.spec.runs():
@@ -170,7 +157,7 @@ class Comparison:
             if record.status != "failed":  # what train put down itself, with its announcement, stands
                 record.status, record.message = "failed", message
                 record.write(folder)
-                emit(finished(run, record))
+                emit(record.ended(run.name))
             return record
 
     def _make_plan(
@@ -178,8 +165,7 @@ class Comparison:
     ) -> bool:
         """Measure, decide, and write comparison.json; False when a stop was wished before that."""
         spec = self.spec
-        available = torch.get_num_threads() if jobs == 1 else max(1, cores() // jobs)
-        self.threads = available if threads is None else threads
+        self.threads = threads_each(jobs) if threads is None else threads
         timings: dict[str, Timing] = {}
         for index, operator in enumerate(spec.operators):
             emit(events.Measuring(operator, index, len(spec.operators)))
@@ -191,7 +177,6 @@ class Comparison:
         guess = spec.task.guess()
         stored = {
             **spec.to_dict(),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": self.training.to_dict(),
             "steps": self.plan.steps,
             "requested_steps": spec.training.steps,
@@ -201,25 +186,23 @@ class Comparison:
                 "jobs": jobs,
             },
             "guess": None if guess is None else guess._asdict(),
-            "commit": commit(),
-            "versions": versions(),
-            "device": describe_device(torch.device(spec.device), self.threads),
+            **surroundings(torch.device(spec.device), self.threads),
         }
         write_json(self.directory / FILE, stored)
         return True
 
     def _announce_plan(self, emit: events.Listener, jobs: int) -> None:
         assert self.plan is not None
-        records = self.records()
-        share = sum(record.status not in ("done", "failed") for record in records) / len(records)
+        records, steps, timings = self.records(), self.plan.steps, self.plan.timings
+        remaining = sum(record.status not in ("done", "failed") for record in records)
         emit(
             events.Planned(
                 runs=len(records),
-                remaining=sum(record.status not in ("done", "failed") for record in records),
-                steps=self.plan.steps,
-                step_seconds={name: timing.update for name, timing in self.plan.timings.items()},
-                evaluation_seconds={name: timing.evaluation for name, timing in self.plan.timings.items()},
-                estimated_seconds=share * estimate(self.spec, self.plan.timings, self.plan.steps, jobs),
+                remaining=remaining,
+                steps=steps,
+                step_seconds={name: timing.update for name, timing in timings.items()},
+                evaluation_seconds={name: timing.evaluation for name, timing in timings.items()},
+                estimated_seconds=remaining / len(records) * estimate(self.spec, timings, steps, jobs),
             )
         )
 
@@ -230,7 +213,7 @@ class Comparison:
         for run in self.spec.runs():
             record = self._record(run)
             if record.status in ended:
-                emit(finished(run, record, skipped=True))
+                emit(record.ended(run.name, skipped=True))
             else:
                 left.append(run)
         return left
@@ -241,15 +224,8 @@ class Comparison:
         if (folder / RECORD).is_file():
             return RunResult.read(folder)
         steps = 0 if self.plan is None else self.plan.steps
-        return RunResult(
-            run.operator,
-            run.label,
-            run.seed,
-            run.learning_rate,
-            steps=steps,
-            dtype=self.spec.training.dtype,
-            device=self.spec.device,
-        )
+        settings = {"steps": steps, "dtype": self.spec.training.dtype, "device": self.spec.device}
+        return RunResult(run.operator, run.label, run.seed, run.learning_rate, **settings)
 
     def _finish(self, emit: events.Listener) -> ComparisonResult:
         records = tuple(self.records())

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zonal.training.step import Part, autocast, part_loss
+from zonal.models import CausalLM
+from zonal.training.step import Part, autocast
 
 
 def _finite(value: Any) -> bool:
@@ -26,7 +27,7 @@ def _first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, backward: bool) -> str:
+def locate_non_finite(model: CausalLM, parts: Sequence[Part], dtype: str, *, backward: bool) -> str:
     """One phrase that says where the first non-finite number appears when ``parts`` are run again.
 
     In this order: a parameter that is not finite before anything is run; the first layer whose output is not finite
@@ -59,7 +60,7 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
     try:
         for part in parts:
             with torch.set_grad_enabled(backward), autocast(device, dtype):
-                loss, _ = part_loss(model, part.tokens, part.targets)
+                loss, _ = model.loss(part.tokens, part.targets)
             if outputs:
                 return f"the first non-finite output is that of layer {outputs[0]!r} ({kinds[outputs[0]]})"
             if not _finite(loss):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,21 @@ def versions() -> dict[str, str]:
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_each(jobs: int) -> int:
+    """Threads of each of ``jobs`` runs at a time, where nothing else is asked for."""
+    return torch.get_num_threads() if jobs == 1 else max(1, cores() // jobs)
+
+
+def surroundings(device: torch.device, threads: int) -> dict[str, Any]:
+    """What is recorded of the time, the library and the machine when a comparison or a search begins."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "device": describe_device(device, threads),
+    }
 
 
 def describe_device(device: torch.device, threads: int) -> dict[str, Any]:

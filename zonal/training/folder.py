@@ -1,12 +1,15 @@
 """The folder of a comparison or a search: whether it is theirs, and what the file says that makes it so."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.report import archive
 from zonal.store import read_record
 from zonal.training.config import first_difference
+from zonal.training.environment import folder_lock, interruptible, remove_parts
 
 
 class Spec(Protocol):
@@ -52,3 +55,14 @@ def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> 
             f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote."
         )
     return read_record(path, schema, call, "Choose another folder.")
+
+
+@contextlib.contextmanager
+def sitting(directory: Path) -> Iterator[Callable[[], bool]]:
+    """Hold a folder to run what is left in it: without the parts of a killed process, and with its runs unpacked.
+    Yields the function of ``interruptible``.
+    """
+    with folder_lock(directory), interruptible() as interrupted:
+        remove_parts(directory)
+        archive.unpack(directory)
+        yield interrupted

@@ -12,19 +12,19 @@ checkpoints; after a resume they go on from the checkpoint's. They are the only 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zonal import device_memory
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.examination import Marks
-from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces, evaluating
+from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM
 from zonal.models.layers import entry_of
-from zonal.tasks.task import Batch, Task
+from zonal.tasks.task import Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
@@ -37,7 +37,9 @@ from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import MEMORY_LENGTHS, RunResult, Status
 from zonal.training.schedule import learning_rate
-from zonal.training.step import Part, autocast, clip_gradient, forward_backward, part_loss, split
+from zonal.training.step import Part, autocast, clip_gradient, forward_backward, split
+
+T = TypeVar("T")
 
 
 def train(
@@ -218,7 +220,7 @@ class _Run:
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
             autocast(self.device, self.config.dtype),
         ):
-            loss, count = part_loss(self.model, batch.tokens[:1].to(self.device), batch.targets[:1].to(self.device))
+            loss, count = self.model.loss(batch.tokens[:1].to(self.device), batch.targets[:1].to(self.device))
         (loss / max(1, int(count))).backward()
         self.model.zero_grad(set_to_none=True)
 
@@ -309,33 +311,12 @@ class _Run:
         """Evaluate this step; False when it was broken off by a wish to stop."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
-        total = Accumulator(self.task.bytes_per_token)
-        if not self._add_up(
-            (batch, total, None) for batch in self.task.evaluation_batches(config.evaluation_batch_size)
-        ):
-            progress.evaluation_seconds += time.perf_counter() - started
-            return False
-        metrics = total.result()
-        if not math.isfinite(metrics["loss"]):
-            raise self._non_finite_error(
-                f"the evaluation loss became {metrics['loss']} after step {progress.step}", self._locate_in_evaluation()
-            )
-        if progress.step >= config.steps or self._good_enough(metrics):
-            cells = Cells()
-            batches = self.task.transfer_batches(config.evaluation_batch_size)
-            if not self._add_up((batch, cells.of(batch), config.transfer_piece) for batch in batches):
-                progress.evaluation_seconds += time.perf_counter() - started
-                return False
-            if found := cells.result():
-                metrics["transfer"] = found
-            marks = Marks()
-            if not self._examine(marks):
-                progress.evaluation_seconds += time.perf_counter() - started
-                return False
-            if found := marks.result():
-                metrics["examined"] = found
-        progress.evaluated = progress.step
+        with evaluating(self.model), autocast(self.device, config.dtype):
+            metrics = self._measured()
         progress.evaluation_seconds += time.perf_counter() - started
+        if metrics is None:
+            return False
+        progress.evaluated = progress.step
         geometry = inspect.geometry(self.model)
         self.log.append(
             {
@@ -348,27 +329,42 @@ class _Run:
         self._write("running")
         return True
 
-    def _add_up(self, work: Iterable[tuple[Batch, Accumulator, int | None]]) -> bool:
-        """Predict batches, each into its accumulator and in pieces of its size; False when that was broken off by a
-        wish to stop.
+    def _measured(self) -> dict[str, Any] | None:
+        """The metrics of an evaluation, with those of a finished run at its end; None when it was broken off by a wish
+        to stop.
         """
-        with evaluating(self.model), autocast(self.device, self.config.dtype):
-            for index, (batch, total, piece) in enumerate(work):
-                if self.should_stop():
-                    return False
-                accumulate_in_pieces(self.model, batch, total, self.device, piece)
-                self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
-        return True
+        config, step, size = self.config, self.progress.step, self.config.evaluation_batch_size
+        total, cells, marks = Accumulator(self.task.bytes_per_token), Cells(), Marks()
+        for batch in self._heeding(self.task.evaluation_batches(size)):
+            if batch is None:
+                return None
+            accumulate(self.model, batch, total, self.device)
+        metrics = total.result()
+        if not math.isfinite(metrics["loss"]):
+            raise self._non_finite_error(
+                f"the evaluation loss became {metrics['loss']} after step {step}", self._locate_in_evaluation()
+            )
+        if step < config.steps and not self._good_enough(metrics):
+            return metrics
+        for batch in self._heeding(self.task.transfer_batches(size)):
+            if batch is None:
+                return None
+            accumulate(self.model, batch, cells.of(batch), self.device, config.transfer_piece)
+        for found in self._heeding(self.task.examine(self.model, size)):
+            if found is None:
+                return None
+            marks.add(found)
+        ended = {"transfer": cells.result(), "examined": marks.result()}
+        return {**metrics, **{name: found for name, found in ended.items() if found}}
 
-    def _examine(self, into: Marks) -> bool:
-        """Let the task examine the finished model; False when that was broken off by a wish to stop."""
-        with evaluating(self.model), autocast(self.device, self.config.dtype):
-            for index, found in enumerate(self.task.examine(self.model, self.config.evaluation_batch_size)):
-                if self.should_stop():
-                    return False
-                into.add(found)
-                self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
-        return True
+    def _heeding(self, items: Iterable[T]) -> Iterator[T | None]:
+        """The items, each announced when it is done; None, and no more, once a stop is wished."""
+        for index, item in enumerate(items):
+            if self.should_stop():
+                yield None
+                return
+            yield item
+            self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
 
     def _good_enough(self, metrics: dict[str, Any]) -> bool:
         stop = self.config.stop_at_accuracy
@@ -483,10 +479,4 @@ class _Run:
         return tuple(found)
 
     def _announce_end(self, *, skipped: bool = False) -> None:
-        record = self.record
-        self.emit(
-            events.RunFinished(
-                self.name, record.operator, record.label, record.seed, record.learning_rate,
-                record.status, record.message, record.steps_done, record.final, skipped,
-            )
-        )  # fmt: skip
+        self.emit(self.record.ended(self.name, skipped=skipped))

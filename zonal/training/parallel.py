@@ -178,20 +178,4 @@ def _note_death(directory: Path, run: PlannedRun, cause: str, emit: events.Liste
     record.status = "stopped"
     record.message = f"Stopped because {cause}; run the same again to go on from its last checkpoint."
     record.write(folder)
-    emit(finished(run, record))
-
-
-def finished(run: PlannedRun, record: RunResult, *, skipped: bool = False) -> events.RunFinished:
-    """The event that ends ``run``."""
-    return events.RunFinished(
-        run.name,
-        run.operator,
-        run.label,
-        run.seed,
-        run.learning_rate,
-        record.status,
-        record.message,
-        record.steps_done,
-        record.final,
-        skipped,
-    )
+    emit(record.ended(run.name))

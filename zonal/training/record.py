@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from zonal.errors import FileFormatError
 from zonal.store import read_json, understood, write_json
+from zonal.training import events
 from zonal.typed import check_fields
 
 Status = Literal["pending", "running", "done", "failed", "stopped"]
@@ -59,6 +60,11 @@ class RunResult:
     def write(self, directory: Path) -> None:
         """Write run.json in ``directory``, atomically."""
         write_json(directory / FILE, dataclasses.asdict(self))
+
+    def ended(self, run: str, *, skipped: bool = False) -> events.RunFinished:
+        """The event that ends the run called ``run``. skipped: it had ended before."""
+        names = [each.name for each in dataclasses.fields(events.RunFinished) if each.name not in ("run", "skipped")]
+        return events.RunFinished(run, **{name: getattr(self, name) for name in names}, skipped=skipped)
 
     @classmethod
     def read(cls, directory: Traversable) -> "RunResult":

@@ -2,21 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
-
-
-class Tokens(Protocol):
-    """A batch: tokens (B,T) and targets (B,T), -100 where nothing is asked."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
+from zonal.models import CausalLM
+from zonal.tasks.task import Batch
 
 
 class Part(NamedTuple):
@@ -27,7 +20,7 @@ class Part(NamedTuple):
     count: int
 
 
-def split(batch: Tokens, accumulate: int, device: torch.device) -> list[Part]:
+def split(batch: Batch, accumulate: int, device: torch.device) -> list[Part]:
     """The batch in ``accumulate`` equal parts. Raises ArgumentError when no position is supervised."""
     counts = [int((targets != -100).sum()) for targets in batch.targets.chunk(accumulate)]
     if not sum(counts):
@@ -51,12 +44,7 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 
 
-def part_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
-    """(sum of cross-entropies, count of supervised positions) by the model's own ``loss``."""
-    return model.loss(tokens, targets)  # type: ignore[operator]
-
-
-def forward_backward(model: nn.Module, parts: Sequence[Part], dtype: str) -> float:
+def forward_backward(model: CausalLM, parts: Sequence[Part], dtype: str) -> float:
     """Gradient of (Σ over parts of summed losses) / (Σ of their counts) into ``.grad``; returns that loss.
 
     The count of the whole batch divides every part, so the parts together give the gradient of the batch in one piece,
@@ -68,7 +56,7 @@ def forward_backward(model: nn.Module, parts: Sequence[Part], dtype: str) -> flo
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         with autocast(device, dtype):
-            loss, _ = part_loss(model, part.tokens, part.targets)
+            loss, _ = model.loss(part.tokens, part.targets)
         scaled = loss / count
         scaled.backward()
         total += scaled.detach()
@@ -79,7 +67,5 @@ def clip_gradient(model: nn.Module, limit: float | None) -> float:
     """Global 2-norm of the gradient; scales it down to ``limit`` when it is larger."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if limit is None:
-        return float(
-            nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        )
+        return float(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
     return float(nn.utils.clip_grad_norm_(parameters, limit))

@@ -6,8 +6,10 @@ arguments, ``Operator.refusal`` says which parts mean nothing together, and the 
 they refuse is kept with their reason and never run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -155,100 +157,65 @@ def _swaps(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move | Skip
         except ArgumentError as error:
             yield Skipped(kind, f"{kind}{where}", str(error))
             continue
-        for text, made in _SLOTS[kind](
-            operator, model if start.head_dim is None else replace(model, head_dim=start.head_dim)
-        ):
+        sizes = model if start.head_dim is None else replace(model, head_dim=start.head_dim)
+        for text, made in _slots(operator, sizes, kind):
             name = f"{kind}{where}: {text}"
             try:
                 swapped = written(made())
             except ArgumentError as error:
                 yield Skipped(kind, name, str(error))
                 continue
-            yield Move(
-                kind, name, replace(start, layers=tuple(swapped if layer == spec else layer for layer in start.layers))
-            )
+            layers = tuple(swapped if layer == spec else layer for layer in start.layers)
+            yield Move(kind, name, replace(start, layers=layers))
 
 
 Proposed = Iterator[tuple[str, Callable[[], Operator]]]
 
 
-def _with(
-    operator: Operator,
-    score: str | None = None,
-    link: str | None = None,
-    anchor: str | None = None,
-    rank: int | None = None,
-) -> Operator:
-    """The operator with some parts swapped; what a layer does for its anchor (norms, starts) follows the new one."""
-    return regime(
-        score or part_spec(operator.score), link or part_spec(operator.link), anchor or part_spec(operator.anchor),
-        tuple(part_spec(p) for p in operator.prior), operator.qk_dim if rank is None else rank,
-    )  # fmt: skip
+def _with(operator: Operator, parts: Mapping[str, Any]) -> Operator:
+    """The operator with some arguments of ``regime`` swapped; what a layer does for its anchor (norms, starts) follows
+    the new one.
+    """
+    own = {slot: part_spec(getattr(operator, slot)) for slot in ("score", "link", "anchor")}
+    prior = tuple(part_spec(part) for part in operator.prior)
+    return regime(**{**own, "prior": prior, "rank": operator.qk_dim, **parts})
 
 
-def _scores(operator: Operator, model: ModelConfig) -> Proposed:
-    for score in SCORES:
-        yield score, lambda score=score: _with(operator, score=score)
+def _slots(operator: Operator, model: ModelConfig, kind: str) -> Proposed:
+    """What may stand in the slot ``kind``: its name, and how the operator is made."""
+    if kind == "features":
+        # the sum over features is the kernel, which any link but the identity would bend
+        for score in FEATURES:
+            yield f"{score} with link identity", partial(_with, operator, {"score": score, "link": "identity"})
+    elif kind == "power":
+        for step, word in ((1, "one more"), (-1, "one less")):
+            yield word, partial(_moved, operator, step)
+    elif kind == "rank":
+        rank = operator.qk_dim or model.size_of_head
+        for size in (rank // _FACTOR, rank * _FACTOR):
+            yield f"{rank} → {size}", partial(_sized, operator, model, size)
+    else:
+        for part in {"score": SCORES, "link": LINKS, "anchor": ANCHORS}[kind]:
+            yield part, partial(_with, operator, {kind: part})
 
 
-def _features(operator: Operator, model: ModelConfig) -> Proposed:
-    # the sum over features is the kernel, which any link but the identity would bend
-    for score in FEATURES:
-        yield f"{score} with link identity", lambda score=score: _with(operator, score=score, link="identity")
-
-
-def _links(operator: Operator, model: ModelConfig) -> Proposed:
-    for link in LINKS:
-        yield link, lambda link=link: _with(operator, link=link)
-
-
-def _anchors(operator: Operator, model: ModelConfig) -> Proposed:
-    for anchor in ANCHORS:
-        yield anchor, lambda anchor=anchor: _with(operator, anchor=anchor)
-
-
-def _powers(operator: Operator, model: ModelConfig) -> Proposed:
+def _moved(operator: Operator, step: int) -> Operator:
     anchor = operator.anchor
-
-    def moved(step: int) -> Operator:
-        if not isinstance(anchor, Koopman) or not isinstance(anchor.power, int):
-            raise ArgumentError(
-                f"anchor {part_spec(anchor)} has no one power that could go up or down; anchor.Koopman(power=...) has"
-            )
-        return _with(operator, anchor=part_spec(replace(anchor, power=anchor.power + step)))
-
-    for step, word in ((1, "one more"), (-1, "one less")):
-        yield word, lambda step=step: moved(step)
+    if not isinstance(anchor, Koopman) or not isinstance(anchor.power, int):
+        raise ArgumentError(
+            f"anchor {part_spec(anchor)} has no one power that could go up or down; anchor.Koopman(power=...) has"
+        )
+    return _with(operator, {"anchor": part_spec(replace(anchor, power=anchor.power + step))})
 
 
-def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
-    rank = operator.qk_dim or model.size_of_head
-
-    def sized(size: int) -> Operator:
-        if model.qk_dim is not None:
-            raise ArgumentError(
-                f"the model sets the size of queries and keys to {model.qk_dim} in all layers, "
-                "whatever an operator asks for; leave out its qk_dim"
-            )
-        return _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
-
+def _sized(operator: Operator, model: ModelConfig, size: int) -> Operator:
+    if model.qk_dim is not None:
+        raise ArgumentError(
+            f"the model sets the size of queries and keys to {model.qk_dim} in all layers, "
+            "whatever an operator asks for; leave out its qk_dim"
+        )
     # the size of values is what a layer gives by itself: one name for one operator
-    for size in (rank // _FACTOR, rank * _FACTOR):
-        yield f"{rank} → {size}", lambda size=size: sized(size)
-
-
-def _unranked(operator: Operator) -> Operator:
-    return regime(
-        part_spec(operator.score),
-        part_spec(operator.link),
-        part_spec(operator.anchor),
-        tuple(part_spec(p) for p in operator.prior),
-    )
-
-
-_SLOTS: dict[str, Callable[[Operator, ModelConfig], Proposed]] = {
-    "score": _scores, "features": _features, "link": _links, "anchor": _anchors, "power": _powers, "rank": _ranks,
-}  # fmt: skip
+    return _with(operator, {"rank": None if size == model.size_of_head else size})
 
 
 def _placements(start: Regime, palette: Sequence[str]) -> Iterator[Move | Skipped]:

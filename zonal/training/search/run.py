@@ -13,7 +13,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,11 @@ import torch
 
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
-from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.compare import Comparison
-from zonal.training.environment import (
-    FolderInUseError,
-    check_threads,
-    commit,
-    cores,
-    describe_device,
-    folder_lock,
-    interruptible,
-    remove_parts,
-    versions,
-)
-from zonal.training.folder import claimed
+from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each
+from zonal.training.folder import claimed, sitting
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
 from zonal.training.search import findings
@@ -103,25 +91,11 @@ class Search:
         check_threads("Search.run", threads)
         if workers > 1:
             parallel.required(workers)
-        with folder_lock(self.directory), interruptible() as interrupted:
-            remove_parts(self.directory)
-            archive.unpack(self.directory)
+        with sitting(self.directory) as interrupted:
             if self.threads is None:
-                if threads is None:
-                    threads = torch.get_num_threads() if workers == 1 else max(1, cores() // workers)
-                self.threads = threads
-                device = describe_device(torch.device(self.spec.device), self.threads)
-                created = datetime.now(UTC).isoformat(timespec="seconds")
-                write_json(
-                    self.directory / FILE,
-                    {
-                        **self.spec.to_dict(),
-                        "created": created,
-                        "commit": commit(),
-                        "versions": versions(),
-                        "device": device,
-                    },
-                )
+                self.threads = threads_each(workers) if threads is None else threads
+                machine = surroundings(torch.device(self.spec.device), self.threads)
+                write_json(self.directory / FILE, {**self.spec.to_dict(), **machine})
             with parallel.session(workers, self.threads) if workers > 1 else contextlib.nullcontext():
                 result = _Walk(self, on_event or events.ignore, should_stop, interrupted, workers).result()
             findings.write(self.directory, self.spec, result)
@@ -281,11 +255,8 @@ class _Walk:
     def _evaluate(self, regimes: Sequence[Regime], steps: int, number: int, current: Regime) -> None:
         """Outcomes of all ``regimes`` on the rung of ``steps``. Raises _Stopped."""
         labels = tuple(regime.label for regime in regimes)
-        self.emit(
-            events.RungStarted(
-                number, self.spec.rounds, current.label, labels, steps, min(1.0, self._done / self._most())
-            )
-        )
+        share = min(1.0, self._done / self._most())
+        self.emit(events.RungStarted(number, self.spec.rounds, current.label, labels, steps, share))
         found = {regime: self.search.outcome(regime, steps) for regime in regimes}
         left = [regime for regime, outcome in found.items() if outcome is None]
         for regime in (regime for regime in regimes if found[regime] is not None):
@@ -327,20 +298,9 @@ class _Walk:
         """The ends of runs that were not watched: of an earlier sitting, or of a worker."""
         outcome = self.search.outcome(regime, steps)
         folder = self.search.folder(regime, steps).relative_to(self.search.directory)
-        for planned, run in zip(
-            self.spec.comparison(regime, steps).runs(), outcome.runs if outcome else (), strict=False
-        ):
-            ended = (
-                run.operator,
-                run.label,
-                run.seed,
-                run.learning_rate,
-                run.status,
-                run.message,
-                run.steps_done,
-                run.final,
-            )
-            self.emit(events.RunFinished(f"{folder}/{planned.name}", *ended, skipped=True))
+        planned_runs = self.spec.comparison(regime, steps).runs()
+        for planned, run in zip(planned_runs, outcome.runs if outcome else (), strict=False):
+            self.emit(run.ended(f"{folder}/{planned.name}", skipped=True))
 
     def _most(self) -> int:
         """Steps a seed that the search makes when no round ends early."""
