@@ -5,8 +5,8 @@ the same folder; ``write_many(directories, out)`` puts several comparisons on on
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,52 +33,48 @@ def _spread(total: Spread | None) -> dict[str, Any] | None:
     return None if total is None else {"mean": total.mean, "deviation": total.deviation, "seeds": total.n}
 
 
+def _spreads(totals: Mapping[str, Mapping[str, Spread]]) -> dict[str, dict[str, Any]]:
+    return {name: {key: _spread(total) for key, total in values.items()} for name, values in totals.items()}
+
+
+def _row_json(summary: Summary, row: Row, target: float | None) -> dict[str, Any]:
+    """One operator of ``as_json``."""
+    data = summary.data
+    verdict = next((verdict for verdict in summary.verdicts if verdict.other == row.operator), None)
+    behind = verdict and {
+        "difference": verdict.behind,
+        "margin": verdict.margin,
+        "seeds": verdict.seeds,
+        "within_spread": verdict.within,
+    }
+    return {
+        "operator": row.operator,
+        "label": row.label,
+        "rank": summary.ranking.index(row.operator) + 1 if row.operator in summary.ranking else None,
+        "learned": row.learned,
+        "learning_rate": row.learning_rate,
+        "seeds_done": [run.seed for run in row.runs],
+        "failed": row.failed,
+        **{name: _spread(row.value(name)) for name in ("loss", "accuracy", "bits_per_byte")},
+        "tokens_to_loss": None if target is None else _spread(table.tokens_to_loss(row, target)),
+        "seconds": _spread(row.seconds),
+        "tokens_per_second": _spread(row.tokens_per_second),
+        "speed_ratio": row.speed_ratio,
+        "peak_memory_bytes": _spread(row.peak_memory_bytes),
+        "parameters": row.parameters,
+        "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
+        "slices": _spreads(row.slices),
+        "transfer": _spreads(transfer.by_slice(summary, row)),
+        "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
+        "behind": behind,
+        "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),
+    }
+
+
 def as_json(summary: Summary) -> dict[str, Any]:
     """The summary as JSON: full precision, one object an operator in the order of the ranking."""
-    data = summary.data
-    verdicts = {verdict.other: verdict for verdict in summary.verdicts}
-    target = table.target_loss(summary)
-    rows = []
-    for row in summary.rows:
-        verdict = verdicts.get(row.operator)
-        rows.append(
-            {
-                "operator": row.operator,
-                "label": row.label,
-                "rank": summary.ranking.index(row.operator) + 1 if row.operator in summary.ranking else None,
-                "learned": row.learned,
-                "learning_rate": row.learning_rate,
-                "seeds_done": [run.seed for run in row.runs],
-                "failed": row.failed,
-                "loss": _spread(row.loss),
-                "accuracy": _spread(row.accuracy),
-                "bits_per_byte": _spread(row.bits_per_byte),
-                "tokens_to_loss": None if target is None else _spread(table.tokens_to_loss(row, target)),
-                "seconds": _spread(row.seconds),
-                "tokens_per_second": _spread(row.tokens_per_second),
-                "speed_ratio": row.speed_ratio,
-                "peak_memory_bytes": _spread(row.peak_memory_bytes),
-                "parameters": row.parameters,
-                "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
-                "slices": {
-                    name: {key: _spread(total) for key, total in values.items()} for name, values in row.slices.items()
-                },
-                "transfer": {
-                    name: {key: _spread(total) for key, total in values.items()}
-                    for name, values in transfer.by_slice(summary, row).items()
-                },
-                "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
-                "behind": None
-                if verdict is None
-                else {
-                    "difference": verdict.behind,
-                    "margin": verdict.margin,
-                    "seeds": verdict.seeds,
-                    "within_spread": verdict.within,
-                },
-                "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),
-            }
-        )
+    data, target = summary.data, table.target_loss(summary)
+    rows = [_row_json(summary, row, target) for row in summary.rows]
     rows.sort(key=lambda item: (item["rank"] is None, item["rank"] or 0, item["operator"] not in summary.unlearned))
     return {
         "title": data.title,
@@ -88,9 +84,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "guess": None if data.guess is None else data.guess.value,
         "target_loss": target,
         "headline": summary.headline,
-        "flags": [
-            {"kind": flag.kind, "operators": list(flag.operators), "sentence": flag.sentence} for flag in summary.flags
-        ],
+        "flags": [asdict(flag) for flag in summary.flags],
         "sentences": list(summary.sentences),
         "steps": data.steps,
         "seeds": list(data.seeds),

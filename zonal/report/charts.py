@@ -17,13 +17,6 @@ from zonal.report.summary import METRIC_NAMES, Row, Summary
 MAX_POINTS = 200
 
 
-def rounded(value: float | None, digits: int = 5) -> float | None:
-    """``value`` with a few significant digits: the page holds what can be seen, the files hold the rest."""
-    if value is None or value == 0 or not math.isfinite(value):
-        return value if value is None or math.isfinite(value) else None
-    return float(f"{value:.{digits}g}")
-
-
 def binned(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
     """At most ``limit`` points; each stands for the mean of its bin and sits at the bin's last step."""
     if len(points) <= limit:
@@ -73,16 +66,19 @@ def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | No
         if any(read(point) is None for row in rows for _, point in row):
             return None
         totals = [spread([float(read(point) or 0.0) for _, point in row]) for row in rows]
-        return {"mean": [rounded(total.mean) for total in totals], "sd": [rounded(total.deviation) for total in totals]}
+        return {
+            "mean": [formats.short(total.mean, 5) for total in totals],
+            "sd": [formats.short(total.deviation, 5) for total in totals],
+        }
 
     seeds = sorted({seed for row in rows for seed, _ in row})
     each = []
     for seed in seeds:
         points = [next((point for found, point in row if found == seed), None) for row in rows]
         columns = {
-            "seconds": [point and rounded(point.seconds, 4) for point in points],
-            "loss": [point and rounded(point.loss, 4) for point in points],
-            "accuracy": [point and rounded(point.accuracy, 4) for point in points],
+            "seconds": [point and formats.short(point.seconds) for point in points],
+            "loss": [point and formats.short(point.loss) for point in points],
+            "accuracy": [point and formats.short(point.accuracy) for point in points],
         }
         each.append(
             {
@@ -92,7 +88,7 @@ def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | No
         )
     return {
         "steps": steps,
-        "seconds": [rounded(math.fsum(point.seconds for _, point in row) / len(row), 4) for row in rows],
+        "seconds": [formats.short(math.fsum(point.seconds for _, point in row) / len(row)) for row in rows],
         "loss": column(lambda point: point.loss),
         "accuracy": column(lambda point: point.accuracy),
         "seeds": each,
@@ -102,8 +98,8 @@ def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | No
 def _pairs(totals: Mapping[Any, Spread]) -> dict[str, Any]:
     return {
         "x": [str(key) for key in totals],
-        "mean": [rounded(total.mean) for total in totals.values()],
-        "sd": [rounded(total.deviation) for total in totals.values()],
+        "mean": [formats.short(total.mean, 5) for total in totals.values()],
+        "sd": [formats.short(total.deviation, 5) for total in totals.values()],
     }
 
 
@@ -122,9 +118,9 @@ def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
             {
                 "layer": layer + 1,
                 "seed": first.seed,
-                "x": [rounded(value, 4) for value in curve["x"]],
-                "heads": [[rounded(value, 4) for value in head] for head in curve["heads"]],
-                "before": [[rounded(value, 4) for value in head] for head in before["heads"]] if before else None,
+                "x": [formats.short(value) for value in curve["x"]],
+                "heads": [[formats.short(value) for value in head] for head in curve["heads"]],
+                "before": [[formats.short(value) for value in head] for head in before["heads"]] if before else None,
             }
         )
     return panels
@@ -172,8 +168,8 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
             "x": sorted(row.memory_bytes),
             "y": [row.memory_bytes[length] for length in sorted(row.memory_bytes)],
         },
-        "metric": value and {"mean": rounded(value.mean), "sd": rounded(value.deviation)},
-        "speed": row.tokens_per_second and rounded(row.tokens_per_second.mean),
+        "metric": value and {"mean": formats.short(value.mean, 5), "sd": formats.short(value.deviation, 5)},
+        "speed": row.tokens_per_second and formats.short(row.tokens_per_second.mean, 5),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,

@@ -18,6 +18,7 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from zonal.errors import ArgumentError
+from zonal.report import formats
 from zonal.store import read_record, understood
 from zonal.typed import made
 
@@ -97,7 +98,7 @@ def spectra(heads: Sequence[Head]) -> list[dict[str, Any]]:
     panels: dict[int, list[dict[str, Any]]] = {}
     for head in heads:
         if head.spectrum:
-            re, im = ([_short(pair[part]) for pair in head.spectrum] for part in (0, 1))
+            re, im = ([formats.short(pair[part]) for pair in head.spectrum] for part in (0, 1))
             panels.setdefault(head.layer, []).append({"head": head.head, "re": re, "im": im})
     return [{"layer": layer, "heads": found} for layer, found in panels.items()]
 
@@ -117,31 +118,31 @@ def bars(heads: Sequence[Head]) -> dict[str, dict[str, Any]]:
             )
             found[key] = {
                 "x": [head.name for head in with_it],
-                "y": [_short(head.numbers[key]) for head in with_it],
+                "y": [formats.short(head.numbers[key]) for head in with_it],
                 "most": most or None,
             }
     return found
 
 
-def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[float]]:
+def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
     """Shares of values in [0, 1] by equal bins: x the middles of the bins, y the shares, which sum to 1."""
     counts = [0] * bins
     for value in values:
         counts[min(bins - 1, max(0, int(value * bins)))] += 1
     total = max(1, len(values))
     return {
-        "x": [_short((index + 0.5) / bins) for index in range(bins)],
-        "y": [_short(count / total) for count in counts],
+        "x": [formats.short((index + 0.5) / bins) for index in range(bins)],
+        "y": [formats.short(count / total) for count in counts],
     }
 
 
-def leverage(heads: Sequence[Head]) -> dict[str, list[float]] | None:
+def leverage(heads: Sequence[Head]) -> dict[str, list[Any]] | None:
     """The histogram of all keys' leverages, all heads together."""
     values = [value for head in heads for value in head.leverage]
     return histogram(values) if values else None
 
 
-def capacity(heads: Sequence[Head]) -> dict[str, list[float]] | None:
+def capacity(heads: Sequence[Head]) -> dict[str, list[Any]] | None:
     """Mean, least and most over heads of the estimate, at each number of stored keys."""
     at: dict[float, list[float]] = {}
     for head in heads:
@@ -150,12 +151,12 @@ def capacity(heads: Sequence[Head]) -> dict[str, list[float]] | None:
     if not at:
         return None
     x = sorted(at)
-    mean = [_short(math.fsum(at[stored]) / len(at[stored])) for stored in x]
+    mean = [formats.short(math.fsum(at[stored]) / len(at[stored])) for stored in x]
     return {
         "x": x,
         "mean": mean,
-        "low": [_short(min(at[stored])) for stored in x],
-        "high": [_short(max(at[stored])) for stored in x],
+        "low": [formats.short(min(at[stored])) for stored in x],
+        "high": [formats.short(max(at[stored])) for stored in x],
     }
 
 
@@ -169,8 +170,3 @@ def payload(found: Diagnostics, seed: int) -> dict[str, Any]:
         "leverage": leverage(heads),
         "capacity": capacity(heads),
     }
-
-
-def _short(value: float) -> float:
-    """What can be seen of a number."""
-    return float(f"{value:.4g}")

@@ -134,6 +134,13 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def short(value: float | None, digits: int = 4) -> float | None:
+    """``value`` with a few significant digits: a page holds what can be seen, files hold the rest. None for what is not
+    finite.
+    """
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """A curve in one line of text, low to high; longer curves are averaged down to ``width`` blocks."""
     finite = [value for value in values if math.isfinite(value)]

@@ -13,85 +13,52 @@ from zonal.mechanisms import MECHANISMS
 
 @dataclass(frozen=True)
 class Look:
-    """How an operator is drawn: CSS colours for light and dark pages, a plotly marker and a plotly dash."""
+    """How an operator is drawn: CSS colours for light and dark pages, a plotly marker and a plotly dash; and the
+    operators that are drawn like this, of which one page seldom has two.
+    """
 
     light: str
     dark: str
     symbol: str
     dash: str
+    operators: str = ""
 
 
 LOOKS = (
-    Look("#4d4d4d", "#cfcac0", "circle", "solid"),
-    Look("#0067b1", "#5cb0f2", "square", "solid"),
-    Look("#c4500a", "#f28c50", "diamond", "solid"),
-    Look("#007f5c", "#41c99c", "triangle-up", "solid"),
-    Look("#b03a86", "#ec95c9", "cross", "solid"),
-    Look("#9a6f00", "#e3b740", "triangle-down", "solid"),
-    Look("#5f49b8", "#ad9af5", "star", "solid"),
-    Look("#8c1d3f", "#e8708f", "x", "dash"),
-    Look("#18839f", "#7fd3ea", "hexagon", "dash"),
-    Look("#66700e", "#c3cd5c", "pentagon", "dash"),
-    Look("#7a5637", "#cba27d", "bowtie", "dot"),
-    Look("#2b5d34", "#93c79a", "hourglass", "dot"),
-    Look("#3b3fbf", "#9aa0ff", "triangle-left", "dashdot"),
-    Look("#a8382c", "#f19a90", "triangle-right", "dashdot"),
-    Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot"),
-    Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot"),
-    Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot"),
-    Look("#a3195b", "#f58ab8", "triangle-se", "dot"),
-    Look("#1f6f8b", "#86c5da", "triangle-nw", "dash"),
-    Look("#6b4a9e", "#bfa3ec", "diamond-tall", "dot"),
-    Look("#98502a", "#e0a884", "diamond-wide", "dashdot"),
-    Look("#2f7d4f", "#8fd6ab", "hexagram", "dash"),
-    Look("#8a5a00", "#dfb56a", "octagon", "dot"),
-    Look("#4f5d75", "#b0bdd4", "hexagon2", "dashdot"),
-    Look("#2d6a9f", "#8fc1ea", "arrow-bar-up", "dashdot"),
-    Look("#8f3d2e", "#e6a091", "arrow-bar-down", "dot"),
-    Look("#146b6b", "#7cc9c4", "arrow-bar-left", "dash"),
-    Look("#7a4a12", "#d9b078", "arrow-bar-right", "dashdot"),
+    Look("#4d4d4d", "#cfcac0", "circle", "solid", "softmax"),
+    Look("#0067b1", "#5cb0f2", "square", "solid", "sko"),
+    Look("#c4500a", "#f28c50", "diamond", "solid", "squared_affine"),
+    Look("#007f5c", "#41c99c", "triangle-up", "solid", "linear"),
+    Look("#b03a86", "#ec95c9", "cross", "solid", "ska:0"),
+    Look("#9a6f00", "#e3b740", "triangle-down", "solid", "yat"),
+    Look("#5f49b8", "#ad9af5", "star", "solid", "polynomial_square"),
+    Look("#8c1d3f", "#e8708f", "x", "dash", "ska:1"),
+    Look("#18839f", "#7fd3ea", "hexagon", "dash", "cosine"),
+    Look("#66700e", "#c3cd5c", "pentagon", "dash", "ska:2"),
+    Look("#7a5637", "#cba27d", "bowtie", "dot", "ridge mamba2"),
+    Look("#2b5d34", "#93c79a", "hourglass", "dot", "mamba3 retention"),
+    Look("#3b3fbf", "#9aa0ff", "triangle-left", "dashdot", "slay gated_deltanet"),
+    Look("#a8382c", "#f19a90", "triangle-right", "dashdot", "performer mesanet"),
+    Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot", "hedgehog gated_kalmanet"),
+    Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot", "rewa"),
+    Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot", "rewa_functional"),
+    Look("#a3195b", "#f58ab8", "triangle-se", "dot", "rewa_operator"),
+    Look("#1f6f8b", "#86c5da", "triangle-nw", "dash", "rewa_oscillatory"),
+    Look("#6b4a9e", "#bfa3ec", "diamond-tall", "dot", "rewa_riemannian"),
+    Look("#98502a", "#e0a884", "diamond-wide", "dashdot", "rewa_topological"),
+    Look("#2f7d4f", "#8fd6ab", "hexagram", "dash", "rewa_categorical"),
+    Look("#8a5a00", "#dfb56a", "octagon", "dot", "mixture"),
+    Look("#4f5d75", "#b0bdd4", "hexagon2", "dashdot", "regime"),
+    Look("#2d6a9f", "#8fc1ea", "arrow-bar-up", "dashdot", "sinkhorn"),
+    Look("#8f3d2e", "#e6a091", "arrow-bar-down", "dot", "hierarchical"),
+    Look("#146b6b", "#7cc9c4", "arrow-bar-left", "dash", "kernel_ridge"),
+    Look("#7a4a12", "#d9b078", "arrow-bar-right", "dashdot", "hyperbolic_transport"),
 )
 
 GROUPS = LOOKS[1:8]
 """Colours of what is no operator: spaces of a metric, groups of tokens."""
 
-# canonical operator -> (place in LOOKS, name for people, one line for the reader)
-_PLACES = {
-    "softmax": 0,
-    "sko": 1,
-    "squared_affine": 2,
-    "linear": 3,
-    "ska:0": 4,
-    "yat": 5,
-    "polynomial_square": 6,
-    "ska:1": 7,
-    "cosine": 8,
-    "ska:2": 9,
-    "ridge": 10,
-    "slay": 12,
-    "performer": 13,
-    "hedgehog": 14,
-    "rewa": 15,
-    "rewa_functional": 16,
-    "rewa_operator": 17,
-    "rewa_oscillatory": 18,
-    "rewa_riemannian": 19,
-    "rewa_topological": 20,
-    "rewa_categorical": 21,
-    "regime": 23,
-    "sinkhorn": 24,
-    "kernel_ridge": 26,
-    "hyperbolic_transport": 27,
-    "hierarchical": 25,
-    "mixture": 22,
-    "mamba2": 10,
-    "mamba3": 11,
-    "gated_deltanet": 12,
-    "mesanet": 13,
-    "gated_kalmanet": 14,
-    "retention": 11,
-}
-"""The look of each known operator, as its place in ``LOOKS``."""
+_PLACES = {name: place for place, look in enumerate(LOOKS) for name in look.operators.split()}
 _VARIANTS = {
     "ska:0": (
         "Ridge (SKA K=0)",
@@ -126,11 +93,9 @@ def parse(spec: str) -> tuple[str, dict[str, object]]:
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-            return tree.func.id, {
-                keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords if keyword.arg
-            }
+            return tree.func.id, {each.arg: ast.literal_eval(each.value) for each in tree.keywords if each.arg}
     except (SyntaxError, ValueError):
-        return spec.strip(), {}
+        pass
     return spec.strip(), {}
 
 

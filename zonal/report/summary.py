@@ -7,14 +7,14 @@ same seed means the same data in the same order and the same initial values of s
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
 from zonal.report import fairness, formats, style
 from zonal.report.fairness import METRIC_NAMES, NOT_LEARNED, Flag
-from zonal.report.records import ComparisonData, Metrics, Run
+from zonal.report.records import ComparisonData, Run
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,20 @@ def _spread(values: Sequence[float]) -> Spread | None:
     return spread(values) if values else None
 
 
-def _over(runs: Sequence[Run], read: Callable[[Run], float | None]) -> Spread | None:
-    return _spread([value for run in runs if (value := read(run)) is not None])
+def _over(runs: Sequence[Run], name: str) -> Spread | None:
+    """A number of runs over seeds."""
+    return _spread([value for run in runs if (value := getattr(run, name)) is not None])
 
 
-def _final(runs: Sequence[Run], read: Callable[[Metrics], float | None]) -> Spread | None:
-    return _spread([value for run in runs if run.final is not None and (value := read(run.final)) is not None])
+def _final(runs: Sequence[Run], metric: str) -> Spread | None:
+    """A number of their last evaluations over seeds."""
+    return _spread([value for run in runs if run.final and (value := run.final.value(metric)) is not None])
 
 
-def _sweep(data: ComparisonData, runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
+def _sweep(runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
     """The runs of an operator by learning rate."""
-    return {
-        rate: tuple(run for run in runs if run.learning_rate == rate)
-        for rate in sorted({run.learning_rate for run in runs})
-    }
+    rates = sorted({run.learning_rate for run in runs})
+    return {rate: tuple(run for run in runs if run.learning_rate == rate) for rate in rates}
 
 
 def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float | None:
@@ -131,26 +131,21 @@ def slice_order(key: str) -> tuple[int, float, str]:
         return 1, 0.0, key
 
 
-def _mark_best(rows: Sequence[Row], metric: str) -> dict[str, set[str]]:
+def _mark_best(rows: Sequence[Row]) -> dict[str, set[str]]:
     """Which operators hold the best value of each column; ties share the mark, a lone operator gets none."""
     marks: dict[str, set[str]] = {row.operator: set() for row in rows}
-    columns: list[tuple[str, Callable[[Row], float | None], bool]] = [
-        ("loss", lambda row: row.loss and row.loss.mean, False),
-        ("accuracy", lambda row: row.accuracy and row.accuracy.mean, True),
-        ("bits_per_byte", lambda row: row.bits_per_byte and row.bits_per_byte.mean, False),
-        ("tokens_per_second", lambda row: row.tokens_per_second and row.tokens_per_second.mean, True),
-        ("peak_memory_bytes", lambda row: row.peak_memory_bytes and row.peak_memory_bytes.mean, False),
-        ("parameters", lambda row: row.parameters, False),
-    ]
-    lengths = sorted({length for row in rows for length in row.memory_bytes})
-    columns += [
-        (f"memory_bytes.{length}", lambda row, length=length: row.memory_bytes.get(length), False) for length in lengths
-    ]
-    for name, read, higher in columns:
-        values = {row.operator: value for row in rows if (value := read(row)) is not None}
+    means = ("loss", "accuracy", "bits_per_byte", "tokens_per_second", "peak_memory_bytes")
+    columns: dict[str, dict[str, float]] = {
+        name: {row.operator: found.mean for row in rows if (found := getattr(row, name))} for name in means
+    }
+    columns["parameters"] = {row.operator: row.parameters for row in rows if row.parameters is not None}
+    for length in {length for row in rows for length in row.memory_bytes}:
+        known = [row for row in rows if length in row.memory_bytes]
+        columns[f"memory_bytes.{length}"] = {row.operator: row.memory_bytes[length] for row in known}
+    for name, values in columns.items():
         if len(values) < 2 or min(values.values()) == max(values.values()):
             continue
-        top = (max if higher else min)(values.values())
+        top = (max if name in ("accuracy", "tokens_per_second") else min)(values.values())
         for operator, value in values.items():
             if value == top:
                 marks[operator].add(name)
@@ -179,7 +174,7 @@ def summarise(data: ComparisonData) -> Summary:
     drafts: list[Row] = []
     for operator in dict.fromkeys((*data.operators, *(run.operator for run in data.runs))):
         runs = [run for run in data.runs if run.operator == operator]
-        sweep = _sweep(data, runs)
+        sweep = _sweep(runs)
         rate = _choose(data, sweep)
         chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
         name = next((run.label for run in runs if run.label != operator), style.label(operator))
@@ -192,19 +187,15 @@ def summarise(data: ComparisonData) -> Summary:
                 runs=chosen,
                 planned=len(data.seeds),
                 failed=sum(run.status == "failed" for run in (runs if rate is None else sweep[rate])),
-                loss=_final(chosen, lambda final: final.loss),
-                accuracy=_final(chosen, lambda final: final.accuracy),
-                bits_per_byte=_final(chosen, lambda final: final.bits_per_byte),
-                seconds=_over(chosen, lambda run: run.seconds),
-                tokens_per_second=_over(chosen, lambda run: run.tokens_per_second),
-                peak_memory_bytes=_over(chosen, lambda run: run.peak_memory_bytes),
+                **{name: _final(chosen, name) for name in ("loss", "accuracy", "bits_per_byte")},
+                **{name: _over(chosen, name) for name in ("seconds", "tokens_per_second", "peak_memory_bytes")},
                 parameters=next((run.parameters for run in (*chosen, *runs) if run.parameters is not None), None),
                 memory_bytes=next((run.memory_bytes for run in (*chosen, *runs) if run.memory_bytes), {}),
                 slices=_slices(chosen),
                 sweep={
                     found: total
                     for found, each in sweep.items()
-                    if (total := _final([run for run in each if run.done], lambda final: final.value(data.metric)))
+                    if (total := _final([run for run in each if run.done], data.metric))
                 },
                 best=frozenset(),
                 speed_ratio=None,
@@ -212,15 +203,9 @@ def summarise(data: ComparisonData) -> Summary:
                 learned=fairness.learned(data, trained and trained.mean),
             )
         )
-    marks = _mark_best(drafts, data.metric)
-    base = next(
-        (
-            row.tokens_per_second.mean
-            for row in drafts
-            if style.parse(row.operator)[0] == "softmax" and row.tokens_per_second
-        ),
-        None,
-    )
+    marks = _mark_best(drafts)
+    softmax = [row.tokens_per_second for row in drafts if style.parse(row.operator)[0] == "softmax"]
+    base = next((speed.mean for speed in softmax if speed), None)
     rows = tuple(
         dataclasses.replace(
             row,
@@ -235,10 +220,8 @@ def summarise(data: ComparisonData) -> Summary:
         (-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))
     ]
     by_score = [rows[index] for _, _, index in sorted(scored)]
-    ordered, unlearned = (
-        [row for row in by_score if row.learned is not False],
-        [row for row in by_score if row.learned is False],
-    )
+    ordered = [row for row in by_score if row.learned is not False]
+    unlearned = [row for row in by_score if row.learned is False]
     verdicts = tuple(verdict for row in ordered[1:] if (verdict := _verdict(data, ordered[0], row)))
     headline, sentences = _words(data, rows, ordered, unlearned, verdicts)
     ranking, behind = (tuple(row.operator for row in each) for each in (ordered, unlearned))

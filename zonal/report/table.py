@@ -2,16 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.fairness import NOT_LEARNED
+from zonal.report.records import Run
 from zonal.report.summary import Row, Summary, slice_order
+
+R = TypeVar("R", Row, Run)
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,8 @@ def _behind(summary: Summary, row: Row) -> Cell:
     if verdict is None:
         return Cell(formats.MISSING)
     sign = "" if verdict.behind >= 0 else "−"
-    amount = (
-        formats.difference(verdict.behind) if verdict.margin is None else formats.margin(verdict.behind, verdict.margin)
-    )
+    behind, margin = verdict.behind, verdict.margin
+    amount = formats.difference(behind) if margin is None else formats.margin(behind, margin)
     note = {None: "one seed: cannot say", True: "within the spread", False: "beyond the spread"}[verdict.within]
     return Cell(f"{sign}{amount}", note)
 
@@ -77,19 +80,15 @@ def _steps_to(row: Row, threshold: float) -> Cell:
     steps = [step for run in row.runs if (step := run.steps_to.get(threshold)) is not None]
     if not steps:
         return Cell(formats.MISSING, "not reached" if row.runs else "")
-    return Cell(
-        formats.count(sum(steps) / len(steps)),
-        "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds",
-    )
+    note = "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds"
+    return Cell(formats.count(sum(steps) / len(steps)), note)
 
 
 def target_loss(summary: Summary) -> float | None:
     """The loss for counting tokens to a loss, when loss is the headline: the lowest that every run shown reached."""
-    return (
-        common_target([run.losses for row in summary.rows for run in row.runs])
-        if summary.data.metric == "loss"
-        else None
-    )
+    if summary.data.metric != "loss":
+        return None
+    return common_target([run.losses for row in summary.rows for run in row.runs])
 
 
 def tokens_to_loss(row: Row, target: float) -> Spread | None:
@@ -100,20 +99,13 @@ def tokens_to_loss(row: Row, target: float) -> Spread | None:
 
 def _tokens(summary: Summary, row: Row, target: float) -> Cell:
     """Tokens to the target loss, and how many times those of softmax."""
-    base = next(
-        (
-            found
-            for other in summary.rows
-            if style.parse(other.operator)[0] == "softmax" and (found := tokens_to_loss(other, target))
-        ),
-        None,
-    )
+    softmax = [other for other in summary.rows if style.parse(other.operator)[0] == "softmax"]
+    base = next((found for other in softmax if (found := tokens_to_loss(other, target))), None)
     mine = tokens_to_loss(row, target)
     if mine is None:
         return Cell(formats.MISSING)
-    return Cell(
-        formats.compact(mine.mean), f"{formats.ratio(mine.mean / base.mean)} softmax" if base and base.mean else ""
-    )
+    note = f"{formats.ratio(mine.mean / base.mean)} softmax" if base and base.mean else ""
+    return Cell(formats.compact(mine.mean), note)
 
 
 def metrics_of(summary: Summary) -> tuple[str, ...]:
@@ -139,90 +131,76 @@ def _speed(row: Row) -> Cell:
     return Cell(formats.compact(speed.mean) if speed else formats.MISSING, ratio, "tokens_per_second" in row.best)
 
 
+def _name(row: Row) -> Cell:
+    return Cell(row.label)
+
+
+def _table(rows: Iterable[R], columns: Sequence[tuple[str, Callable[[R], Cell]]]) -> Table:
+    """A row for each of ``rows``, which are of operators or of runs, with the columns' titles and cells."""
+    lines = tuple((row.operator, tuple(cell(row) for _, cell in columns)) for row in rows)
+    return Table(tuple(title for title, _ in columns), lines)
+
+
 def results(summary: Summary) -> Table:
     """What each operator reached: one row an operator, best first."""
-    metrics = metrics_of(summary)
-    swept = len(summary.data.learning_rates) > 1
-    threshold = _threshold(summary)
-    steps = [] if threshold is None else [f"Steps to {threshold:g}"]
-    target = target_loss(summary)
+    swept, target, threshold = len(summary.data.learning_rates) > 1, target_loss(summary), _threshold(summary)
+
+    def name(row: Row) -> Cell:
+        rated = swept and row.learning_rate is not None
+        return Cell(row.label, f"learning rate {formats.rate(row.learning_rate)}" if rated else "")
+
+    def seeds(row: Row) -> Cell:
+        return Cell(f"{len(row.runs)} of {row.planned}", f"{row.failed} failed" if row.failed else "")
+
+    columns: list[tuple[str, Callable[[Row], Cell]]] = [("Operator", name)]
+    for metric in metrics_of(summary):
+        columns.append((_METRIC_TITLES[metric], lambda row, of=metric: _spread(row.value(of), of in row.best)))
+    columns.append(("Behind the best", lambda row: _behind(summary, row)))
     if target is not None:
-        steps = [f"Tokens to loss {formats.number(target)}"]
-    head = (
-        "Operator",
-        *(_METRIC_TITLES[name] for name in metrics),
-        "Behind the best",
-        *steps,
-        "Tokens a second",
-        "Seeds",
-    )
-    rows = []
-    for row in _ordered(summary):
-        cells = [
-            Cell(
-                row.label,
-                f"learning rate {formats.rate(row.learning_rate)}" if swept and row.learning_rate is not None else "",
-            )
-        ]
-        cells += [_spread(row.value(name), name in row.best) for name in metrics]
-        cells.append(_behind(summary, row))
-        if threshold is not None:
-            cells.append(_steps_to(row, threshold))
-        if target is not None:
-            cells.append(_tokens(summary, row, target))
-        cells += [_speed(row), Cell(f"{len(row.runs)} of {row.planned}", f"{row.failed} failed" if row.failed else "")]
-        rows.append((row.operator, tuple(cells)))
-    return Table(head, tuple(rows))
+        columns.append((f"Tokens to loss {formats.number(target)}", lambda row: _tokens(summary, row, target)))
+    elif threshold is not None:
+        columns.append((f"Steps to {threshold:g}", lambda row: _steps_to(row, threshold)))
+    return _table(_ordered(summary), [*columns, ("Tokens a second", _speed), ("Seeds", seeds)])
 
 
 def costs(summary: Summary) -> Table:
     """What each operator takes: parameters, time, memory while training, memory of one sequence."""
+
+    def time(row: Row) -> Cell:
+        return Cell(formats.seconds(row.seconds and row.seconds.mean))
+
+    def peak(row: Row) -> Cell:
+        found = row.peak_memory_bytes
+        return Cell(formats.bytes_(found and found.mean), best="peak_memory_bytes" in row.best)
+
+    def kept(row: Row, length: int) -> Cell:
+        return Cell(formats.bytes_(row.memory_bytes.get(length)), best=f"memory_bytes.{length}" in row.best)
+
     lengths = sorted({length for row in summary.rows for length in row.memory_bytes})
-    head = [
-        "Operator",
-        "Parameters",
-        "Tokens a second",
-        "Training time",
-        "Peak memory",
-        *(f"Memory at {formats.tokens(length)}" for length in lengths),
+    columns: list[tuple[str, Callable[[Row], Cell]]] = [
+        ("Operator", _name),
+        ("Parameters", lambda row: Cell(formats.count(row.parameters), best="parameters" in row.best)),
+        ("Tokens a second", _speed),
+        ("Training time", time),
+        ("Peak memory", peak),
+        *((f"Memory at {formats.tokens(length)}", partial(kept, length=length)) for length in lengths),
     ]
-    rows = []
-    for row in _ordered(summary):
-        cells = [
-            Cell(row.label),
-            Cell(formats.count(row.parameters), best="parameters" in row.best),
-            _speed(row),
-            Cell(formats.seconds(row.seconds.mean) if row.seconds else formats.MISSING),
-            Cell(
-                formats.bytes_(row.peak_memory_bytes.mean) if row.peak_memory_bytes else formats.MISSING,
-                best="peak_memory_bytes" in row.best,
-            ),
-            *(
-                Cell(formats.bytes_(row.memory_bytes.get(length)), best=f"memory_bytes.{length}" in row.best)
-                for length in lengths
-            ),
-        ]
-        rows.append((row.operator, tuple(cells)))
-    return Table(tuple(head), tuple(rows))
+    return _table(_ordered(summary), columns)
 
 
 def slices(summary: Summary, name: str) -> Table:
     """Accuracy by one property of the examples: one row an operator, one column a value."""
-    keys = sorted({key for row in summary.rows for key in row.slices.get(name, {})}, key=slice_order)
-    rows = []
-    top = {
-        key: max((row.slices[name][key].mean for row in summary.rows if key in row.slices.get(name, {})), default=None)
-        for key in keys
-    }
-    for row in _with_results(summary):
-        found = row.slices.get(name, {})
-        cells = [Cell(row.label)]
-        cells += [
-            _spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key])
-            for key in keys
-        ]
-        rows.append((row.operator, tuple(cells)))
-    return Table(("Operator", *(f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys)), tuple(rows))
+    found = {row.operator: row.slices.get(name, {}) for row in summary.rows}
+    keys = sorted({key for values in found.values() for key in values}, key=slice_order)
+    top = {key: max(values[key].mean for values in found.values() if key in values) for key in keys}
+
+    def accuracy(row: Row, key: str) -> Cell:
+        value = found[row.operator].get(key)
+        return _spread(value, value is not None and len(summary.rows) > 1 and value.mean == top[key])
+
+    titles = {key: f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys}
+    columns = [(title, partial(accuracy, key=key)) for key, title in titles.items()]
+    return _table(_with_results(summary), [("Operator", _name), *columns])
 
 
 def _unit(name: str) -> str:
@@ -243,11 +221,8 @@ def examined(summary: Summary) -> list[tuple[str, Table]]:
     columns = list(dict.fromkeys(tuple(cell.slices.items()) for cell in cells))
     found = []
     for name in dict.fromkeys(name for cell in cells for name in cell.values):
-        kept = [
-            column
-            for column in columns
-            if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)
-        ]
+        measured = {tuple(cell.slices.items()) for cell in cells if name in cell.values}
+        kept = [column for column in columns if column in measured]
         rows = []
         for row in _with_results(summary):
             ours = [_examined(row, name, column) for column in kept]
@@ -279,14 +254,8 @@ def learned(summary: Summary) -> Table:
                 (row.operator, {**values, **_weights(values)}, row.label, layer)
                 for layer, values in enumerate(first.learned, start=1)
             ]
-    keys = list(
-        dict.fromkeys(
-            key
-            for _, values, _, _ in rows
-            for key, value in values.items()
-            if key not in _BOOKKEEPING and _numbers(value) is not None
-        )
-    )
+    found = [item for _, values, _, _ in rows for item in values.items()]
+    keys = list(dict.fromkeys(key for key, value in found if key not in _BOOKKEEPING and _numbers(value) is not None))
     shown = [
         (
             operator,
@@ -303,44 +272,26 @@ def _weights(values: Mapping[str, Any]) -> dict[str, list[float]]:
     return {f"weight of {name}": heads for name, heads in values.get("weights", {}).items()}
 
 
-def _numbers(value: object) -> str | None:
+def _numbers(value: Any) -> str | None:
     """A number or a flat list of numbers as text; None for anything else. Equal heads are shown once."""
-    if isinstance(value, bool):
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or any(isinstance(each, bool) or not isinstance(each, int | float) for each in numbers):
         return None
-    if isinstance(value, int | float):
-        return formats.number(float(value))
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value)
-    ):
-        texts = [formats.number(float(item)) for item in value]
-        return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
-    return None
-
-
-_DIAGNOSED = (
-    "Operator",
-    "Layer",
-    "Smallest eigenvalue",
-    "Condition",
-    "Effective rank",
-    "Largest |eigenvalue|",
-    "Median leverage",
-    "Capacity",
-)
+    texts = [formats.number(float(each)) for each in numbers]
+    return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
 
 
 def diagnostics(found: Sequence[tuple[str, str, Diagnostics]]) -> Table:
     """What is inside the memories, by layer, from (operator, label, diagnostics): the worst head for the first two,
     means after them.
     """
+    quantities = ("Smallest eigenvalue", "Condition", "Effective rank", "Largest |eigenvalue|", "Median leverage")
     rows = []
     for operator, label, about in found:
         for layer in dict.fromkeys(head.layer for head in about.heads):
             heads = [head for head in about.heads if head.layer == layer]
             rows.append((operator, (Cell(label), Cell(str(layer)), *_diagnosed(heads))))
-    return Table(_DIAGNOSED, tuple(rows))
+    return Table(("Operator", "Layer", *quantities, "Capacity"), tuple(rows))
 
 
 def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
@@ -369,49 +320,34 @@ def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
 
 def runs(summary: Summary) -> Table:
     """Every run, whatever became of it."""
-    metrics = metrics_of(summary)
-    head = (
-        "Operator",
-        "Seed",
-        "Learning rate",
-        "State",
-        "Steps",
-        *(_METRIC_TITLES[name] for name in metrics),
-        "Training time",
-        "Tokens a second",
-    )
-    rows = []
-    for run in summary.data.runs:
-        cells = [
-            Cell(summary.row(run.operator).label),
-            Cell(str(run.seed)),
-            Cell(formats.rate(run.learning_rate)),
-            Cell(run.status),
-            Cell(formats.count(run.steps_done)),
-            *(Cell(formats.number(run.final.value(name)) if run.final else formats.MISSING) for name in metrics),
-            Cell(formats.seconds(run.seconds)),
-            Cell(formats.compact(run.tokens_per_second)),
-        ]
-        rows.append((run.operator, tuple(cells)))
-    return Table(head, tuple(rows))
+    metrics = [
+        (_METRIC_TITLES[name], lambda run, of=name: Cell(formats.number(run.final and run.final.value(of))))
+        for name in metrics_of(summary)
+    ]
+    columns: list[tuple[str, Callable[[Run], Cell]]] = [
+        ("Operator", lambda run: Cell(summary.row(run.operator).label)),
+        ("Seed", lambda run: Cell(str(run.seed))),
+        ("Learning rate", lambda run: Cell(formats.rate(run.learning_rate))),
+        ("State", lambda run: Cell(run.status)),
+        ("Steps", lambda run: Cell(formats.count(run.steps_done))),
+        *metrics,
+        ("Training time", lambda run: Cell(formats.seconds(run.seconds))),
+        ("Tokens a second", lambda run: Cell(formats.compact(run.tokens_per_second))),
+    ]
+    return _table(summary.data.runs, columns)
 
 
 def unfinished(summary: Summary) -> Table:
     """Runs that failed, stopped or are still open, with what they said."""
-    rows = []
-    for run in summary.data.runs:
-        if run.status == "done":
-            continue
-        total = f" of {formats.count(summary.data.steps)}" if summary.data.steps else ""
-        cells = (
-            Cell(summary.row(run.operator).label),
-            Cell(f"seed {run.seed}, learning rate {formats.rate(run.learning_rate)}"),
-            Cell(run.status),
-            Cell(f"{formats.count(run.steps_done)}{total}"),
-            Cell(run.message or formats.MISSING),
-        )
-        rows.append((run.operator, cells))
-    return Table(("Operator", "Run", "State", "Steps", "Message"), tuple(rows))
+    total = f" of {formats.count(summary.data.steps)}" if summary.data.steps else ""
+    columns: list[tuple[str, Callable[[Run], Cell]]] = [
+        ("Operator", lambda run: Cell(summary.row(run.operator).label)),
+        ("Run", lambda run: Cell(f"seed {run.seed}, learning rate {formats.rate(run.learning_rate)}")),
+        ("State", lambda run: Cell(run.status)),
+        ("Steps", lambda run: Cell(f"{formats.count(run.steps_done)}{total}")),
+        ("Message", lambda run: Cell(run.message or formats.MISSING)),
+    ]
+    return _table((run for run in summary.data.runs if run.status != "done"), columns)
 
 
 def settings(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
