@@ -88,20 +88,3 @@ def _declared(kind: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield from _declared(hint)
         else:
             yield name, typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
-
-
-__all__ = [
-    "COUNT",
-    "PROCESSES",
-    "RATE",
-    "RATIO",
-    "SEED",
-    "SHARE",
-    "SIZE",
-    "STEPS",
-    "THREADS",
-    "TOKENS",
-    "Between",
-    "FileName",
-    "check",
-]

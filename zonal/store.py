@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
@@ -27,6 +28,28 @@ from zonal.errors import FileFormatError, FileWriteError, InsufficientSpaceError
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
+def _umask() -> int:
+    """What the process leaves out of the rights of new files. Temporary ones are private, results are not."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` to write into: it takes the place of ``target`` when the body ends, and vanishes when
+    the body fails.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield staging
+        staging.chmod(0o777 & ~_umask())
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _temporary_beside(path: Path) -> Iterator[Path]:
     """A temporary file in the folder of ``path`` that replaces it on success and vanishes on failure."""
@@ -38,10 +61,7 @@ def _temporary_beside(path: Path) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        # mkstemp makes private files; results are meant to be readable like any other file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from zonal.data import prepare_wordnet, wordnet
+from tools import prepare_wordnet
+from zonal.data import wordnet
 from zonal.errors import ArgumentError, FileFormatError
 
 SYNSETS = """\

@@ -96,6 +96,3 @@ def read_idx(path: Path) -> Tensor:
         if math.prod(shape)
         else torch.zeros(shape, dtype=torch.uint8)
     )
-
-
-__all__ = ["FASHION_CLASSES", "FASHION_MNIST", "Images", "fashion_mnist", "read_idx"]

@@ -14,11 +14,8 @@ The folder is built under a temporary name and renamed when whole, so it is comp
 the same one do not meet.
 """
 
-import errno
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +26,7 @@ import numpy as np
 from zonal import store
 from zonal.data import tokenizers
 from zonal.data.tokenizers import Tokenizer
-from zonal.errors import ArgumentError, FileFormatError, InsufficientSpaceError
+from zonal.errors import ArgumentError, FileFormatError, ZonalError
 
 INDEX = "corpus.json"
 _CORPUS_MAGIC, _SHARD_MAGIC, _VERSION = "zonal-corpus", "zonal-tokens", 1
@@ -154,50 +151,37 @@ def write_corpus(
     if shard_tokens < 1:
         raise ArgumentError(f"write_corpus: shard_tokens must be at least 1, got {shard_tokens}.")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
-        raise ArgumentError(
-            f"write_corpus: cannot write in {target.parent} ({error.strerror}). "
-            "Choose another folder; ZONAL_CACHE names the cache's."
-        ) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InsufficientSpaceError(
-                f"write_corpus: no space left in {target.parent}. Free some space and run again; "
-                "nothing was half written."
-            ) from error
+        with store.staged_folder(target) as building:
+            _write_documents(building, documents, tokenizer, source, shard_tokens)
+    except ZonalError:
         raise
-    try:
-        writer = _Writer(building, tokenizer, shard_tokens)
-        separator = np.array([tokenizer.separator])
-        count = 0
-        for pieces in documents:
-            started = False
-            for piece in pieces:
-                if not piece:
-                    continue
-                if not started:
-                    started = True
-                    if count:
-                        writer.append(separator)
-                    count += 1
-                writer.append(tokenizer.encode(piece))
-        if not writer.tokens:
-            raise FileFormatError(f"write_corpus: {source} has no text; at least one character was required.")
-        writer.finish(source, count)
-        # mkdtemp makes private folders; a cache is shared like any other
-        umask = os.umask(0)
-        os.umask(umask)
-        building.chmod(0o777 & ~umask)
-        try:
-            building.rename(target)
-        except OSError:
-            # renaming onto a folder with files in it fails; a whole corpus there is another process's equal result
-            if not (target / INDEX).is_file():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        # renaming onto a folder with files in it fails; a whole corpus there is another process's equal result
+        if is_corpus(target):
+            return
+        if isinstance(error, PermissionError | FileExistsError | NotADirectoryError):
+            raise ArgumentError(
+                f"write_corpus: cannot write in {target.parent} ({error.strerror}). "
+                "Choose another folder; ZONAL_CACHE names the cache's."
+            ) from error
+        raise store.write_error("write_corpus", target.parent, error) from error
+
+
+def _write_documents(
+    folder: Path, documents: Iterable[Iterable[str]], tokenizer: Tokenizer, source: str, shard_tokens: int
+) -> None:
+    writer, separator, count = _Writer(folder, tokenizer, shard_tokens), np.array([tokenizer.separator]), 0
+    for pieces in documents:
+        started = False
+        for piece in filter(None, pieces):
+            if not started and count:
+                writer.append(separator)
+            count += not started
+            started = True
+            writer.append(tokenizer.encode(piece))
+    if not writer.tokens:
+        raise FileFormatError(f"write_corpus: {source} has no text; at least one character was required.")
+    writer.finish(source, count)
 
 
 def _described(path: Path, magic: str, types: dict[str, type]) -> dict[str, Any]:

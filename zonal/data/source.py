@@ -46,6 +46,3 @@ def pieces(blocks: Iterable[str]) -> Iterator[str]:
                 break
     if held:
         yield held
-
-
-__all__ = ["Source", "pieces"]

@@ -2,7 +2,7 @@
 trees.
 
 A node is the number of its line. The lines are in the order of a walk that visits a node before what is below it, so
-what is below a node are the nodes that follow it. ``zonal.data.prepare_wordnet`` writes them.
+what is below a node are the nodes that follow it. ``tools.prepare_wordnet`` writes them.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def nouns() -> Nouns:
 
 
 def read(text: str) -> Nouns:
-    """The trees of lines as ``zonal.data.prepare_wordnet`` describes them."""
+    """The trees of lines as ``tools.prepare_wordnet`` describes them."""
     words, above, groups, path = [], [], [], []
     ends: list[int] = []
     for node, line in enumerate(text.splitlines()):

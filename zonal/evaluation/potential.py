@@ -213,6 +213,3 @@ def _verdict(sums: Sequence[CycleSum]) -> Exactness:
         for found in sums
     )
     return "beyond the spread" if beyond else "within the spread"
-
-
-__all__ = ["Circulation", "CycleSum", "Exactness", "Hodge", "circulation", "cycles", "hodge", "triangles"]

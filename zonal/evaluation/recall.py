@@ -66,6 +66,3 @@ def summarised(rows: dict[str, Tensor]) -> Coverage:
     if count == 0:
         raise ArgumentError("coverage: rows that see a key are required, received none.")
     return Coverage(**{name: float(x.mean()) for name, x in rows.items()}, rows=count)
-
-
-__all__ = ["Coverage", "coverage", "summarised"]

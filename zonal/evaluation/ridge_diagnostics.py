@@ -75,6 +75,3 @@ def leverage(keys: Tensor, regular: Tensor) -> Tensor:
     """
     lower = torch.linalg.cholesky(regular.double())
     return torch.linalg.solve_triangular(lower, keys.double().mT, upper=False).square().sum(-2)
-
-
-__all__ = ["RidgeDiagnostics", "diagnose", "leverage"]

@@ -54,6 +54,3 @@ def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list
         taken = (asked - (count.cumsum(0) - count)).clamp_min(0).minimum(count)
         found.append(float((errors * taken / count).sum() / asked))
     return found
-
-
-__all__ = ["auroc", "risk_curve"]

@@ -143,6 +143,3 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
                     f"report: {path} holds {name!r}, which is no file of a run. Another program made it."
                 )
         yield archive
-
-
-__all__ = ["KEPT", "NAME", "POINTS", "TREES", "members", "opened", "unpack", "write"]

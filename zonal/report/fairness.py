@@ -231,6 +231,3 @@ def _parameters(rows: Sequence[Operator]) -> Flag | None:
         f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) "
         f"to {formats.count(high)} ({large.label}).",
     )
-
-
-__all__ = ["METRIC_NAMES", "NOT_LEARNED", "Flag", "flags", "learned", "on_what_was_trained", "trained_number"]

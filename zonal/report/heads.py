@@ -133,6 +133,3 @@ def scaled(kind: str, values: Tensor) -> dict[str, Any]:
 
 def _titled(kind: str, each: Mapping[str, Any], rank: int) -> dict[str, str]:
     return {"name": kind, "title": _TITLES[kind].format(rank=rank), "range": f"{each['low']:.3g} to {each['high']:.3g}"}
-
-
-__all__ = ["Heads", "context", "headline", "scaled", "write"]

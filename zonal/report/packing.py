@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from zonal import report, store
@@ -54,17 +52,11 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             status = json.loads(data)["status"] if name.endswith("/run.json") else "done"
         if status not in ENDED:
             raise ArgumentError(f"pack: {source / name} is {status}. Finish the runs first with --resume {source}.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    try:
-        staging.chmod(0o755)
+    with store.staged_folder(target) as staging:
         for name in KEPT:
             if (source / name).is_file():
                 store.write_bytes(staging / name, (source / name).read_bytes())
         archive.write(staging / archive.NAME, contents)
         page, _ = write_pages(staging)
         page.unlink()
-        os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return target

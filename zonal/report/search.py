@@ -316,6 +316,3 @@ def _distances(count: int, edges: Sequence[Mapping[str, Any]]) -> dict[int, int]
                 distance[other] = distance[node] + 1
                 waiting.append(other)
     return distance
-
-
-__all__ = ["SearchPaths", "context", "headline", "picture", "write"]

@@ -128,6 +128,3 @@ def lines(row: Row) -> list[dict[str, Any]]:
 def panels(summary: Summary) -> list[tuple[str, str]]:
     """(task, its name for people) of each chart."""
     return [(str(task), glossary.slice_name(str(task))) for task in slices(summary, "task")]
-
-
-__all__ = ["beside", "by_slice", "by_task", "lines", "over_seeds", "panels", "slices", "tables", "trained_length"]

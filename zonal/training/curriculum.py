@@ -169,6 +169,3 @@ def _shares(layer: Attention) -> Iterator[_Share]:
         yield _Share(linear.weight, rows.repeat(heads)[:, None].expand_as(linear.weight))
         if linear.bias is not None:
             yield _Share(linear.bias, rows.repeat(heads))
-
-
-__all__ = ["NEWLY_OPENED", "STAGES", "Curriculum", "check", "gated", "has_gates"]

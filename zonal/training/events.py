@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zonal.errors import FileFormatError
+from zonal.typed import made
 
 
 @dataclass(frozen=True)
@@ -178,10 +179,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Event:
     """Reverse of ``to_json`` for the events of a run. Raises FileFormatError for anything else."""
-    fields = dict(values)
-    kind = _KINDS.get(fields.pop("event", ""))
+    kind = _KINDS.get(values.get("event", ""))
     if kind is None:
         raise FileFormatError(f"events.from_json: {values!r} is not an event of a run.")
-    if "notes" in fields:
-        fields["notes"] = tuple(fields["notes"])
-    return kind(**fields)
+    return made(kind, values, "event")

@@ -128,6 +128,3 @@ def heads(layer: Attention, x: Tensor) -> list[dict[str, Any]]:
 
 def _solves(layer: object) -> bool:
     return isinstance(layer, Attention) and layer.causal and isinstance(layer.empty_memory(1).memory, GramStatistics)
-
-
-__all__ = ["POINTS", "ROWS", "geometry", "heads", "spaces", "write"]

@@ -122,6 +122,3 @@ def _graph(graph: Graph, place: dict[Regime, int]) -> dict[str, Any]:
             ],
         },
     }
-
-
-__all__ = ["FILE", "findings", "write"]

@@ -76,6 +76,3 @@ def move_graph(costs: Costs, model: ModelConfig, kinds: Sequence[str], palette: 
     return Graph(
         regimes, found, circulation(len(regimes), [(edge.tail, edge.head) for edge in found], form) if found else None
     )
-
-
-__all__ = ["Costs", "Edge", "Graph", "effort", "move_graph"]

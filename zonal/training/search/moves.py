@@ -248,19 +248,3 @@ def _parameters(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move |
     assert size is not None  # a model without head_dim has dim / heads, a whole number
     for other in (size // _FACTOR, size * _FACTOR):
         yield Move(kind, f"heads of {size} → {other}", replace(start, head_dim=None if other == own else other))
-
-
-__all__ = [
-    "KINDS",
-    "PALETTE",
-    "PARAMETERS",
-    "STRUCTURAL",
-    "Move",
-    "Moves",
-    "Skipped",
-    "check_kinds",
-    "model_of",
-    "moves",
-    "proposals",
-    "refusal",
-]

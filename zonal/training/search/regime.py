@@ -85,6 +85,3 @@ def canonical(spec: str) -> str:
         return written(operator)
     except ArgumentError:
         return " ".join(spec.split())
-
-
-__all__ = ["Regime", "canonical", "operator_of", "written"]

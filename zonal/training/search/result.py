@@ -62,6 +62,3 @@ class SearchResult:
             regime: {steps: found.costs for steps, found in rungs.items() if found.costs}
             for regime, rungs in self.outcomes.items()
         }
-
-
-__all__ = ["Outcome", "Round", "SearchResult"]

@@ -328,6 +328,3 @@ def acceptance(spec: SearchSpec, amount: float) -> float:
     if spec.rule == "threshold":
         return 1.0 if amount <= spec.threshold else 0.0
     return math.exp(min(0.0, -amount / spec.temperature))
-
-
-__all__ = ["Search", "acceptance"]

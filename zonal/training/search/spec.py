@@ -220,6 +220,3 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
         task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
         spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
     return spec, stored
-
-
-__all__ = ["FILE", "SearchSettings", "SearchSpec", "read_search"]

@@ -94,6 +94,3 @@ def each(
         if result.config and result.metrics and "status" in result.metrics:
             found[result.config["item"]] = result.metrics
     return found
-
-
-__all__ = ["EXTRA", "each", "required", "session"]

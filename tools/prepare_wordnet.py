@@ -1,6 +1,6 @@
 """WordNet's noun file to the small tree that is shipped: animals, what they belong to in zoology, and artifacts.
 
-    python -m zonal.data.prepare_wordnet /usr/share/wordnet/data.noun zonal/data/assets/wordnet/nouns.txt
+    python -m tools.prepare_wordnet /usr/share/wordnet/data.noun zonal/data/assets/wordnet/nouns.txt
 
 The noun file is that of WordNet 3.0 (Debian: ``apt-get download wordnet-base``, ``dpkg -x wordnet-base_*.deb .``). One
 line a synset, in the order of a walk that visits a synset before what is below it: its depth, its first word, and the
