@@ -36,9 +36,10 @@ def compiled() -> Path | None:
             raise build.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
         build.version(compiler)
         jobs = [
-            (formula, source, build.flags(source, build.is_x86()))
+            (formula, source, isa)
             for formula in FORMULAS.values()
             for source in build.sources(formula)
+            for isa in build.carried(source)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: build.make(compiler, *job, folder / build.file_name(*job)), jobs))

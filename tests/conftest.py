@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from cover import WHOLE, cover, features
+from kernels.sets import TEST_SETS
 from tiers import CHOSEN, SLOW
 
 from zonal import store
 from zonal.cache import VARIABLE
 from zonal.execution import machine as machines
 from zonal.execution.machine import TYPICAL_CPU, Machine
+from zonal.kernels import choice
 from zonal.kernels import native as native_kernels
 
 
@@ -79,6 +81,9 @@ def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
         patch.setattr(machines, "measure", fixed)
+        patch.setattr(choice, "fastest", lambda source, candidates, *_: candidates[0])
+        if "ZONAL_TEST_SET" in os.environ:
+            patch.setattr(choice, "SETS", TEST_SETS[os.environ["ZONAL_TEST_SET"]])
         for count in {1, 2, torch.get_num_threads(), os.cpu_count() or 1}:
             store.write_json(machines.file_for(device, count), fixed(device, count).to_dict())
         yield folder

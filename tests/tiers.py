@@ -64,6 +64,7 @@ SLOW: frozenset[str] = frozenset(
         "kernels/test_sums.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_ridge.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_distance.py::test_a_training_step_compiles_without_a_break",
+        "kernels/test_sets.py::test_every_family_equals_its_definition_with_every_set",
         "models/test_presets.py::test_comparisons_have_equal_parameters",
         "nn/test_compiled_layers.py::test_inductor_gives_the_same_numbers",
         "training/test_checkpoints.py::test_events_of_tensorboard_after_a_resume",

@@ -38,7 +38,7 @@ from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
 from zonal.kernels.op import encode
-from zonal.kernels.tile import TileInputs, TileSpec, tile
+from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -120,20 +120,21 @@ def test_bfloat16_without_gradients(selection: str) -> None:
 
 @pytest.mark.parametrize("dim", [8, 7])
 def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even widths run in pairs, forward and backward; odd ones in float32. A scale of zero still gets its gradient."""
+    """Where a set has them, even widths run in pairs, forward and backward; odd ones in float32. A scale of zero still
+    gets its gradient.
+    """
     code = tile_path.code_of(link.Identity())
     assert code is not None
-    if not native_kernels.load(code).zonal_has_bf16():
-        pytest.skip("this processor has no bfloat16 products")
     ran: list[str] = []
     original = Arguments.run
     monkeypatch.setattr(
         Arguments, "run", lambda call, function: ran.append(function._zonal) or original(call, function)
     )
-    for source in ("tile", "tile_bf16"):
-        kernel = native_kernels.load(code, source)
+    sets = {dtype: FAMILY.isa(code, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for isa in sets.values():
+        kernel = native_kernels.load(code, "tile", isa)
         for name in ("zonal_forward", "zonal_backward"):
-            getattr(kernel, name)._zonal = source
+            getattr(kernel, name)._zonal = isa.name
     q, k, v = (
         torch.randn(1, 2, 40, dim, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_()
         for i in range(3)
@@ -148,8 +149,7 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
         exact = (q.double() @ k.double().mT).tril() @ v.double()
         expected = exact.sum((0, 2, 3))
         assert (got.double() - expected).abs().max() <= 2e-2 * exact.abs().sum((0, 2, 3)).max()
-        pairs = "tile_bf16" if dim == 8 else "tile"
-        assert ran == [pairs, pairs if factor else "tile"]
+        assert ran == [sets[torch.bfloat16 if dim == 8 else torch.float32].name] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -364,11 +364,9 @@ def test_export() -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    native_kernels._loaded.cache_clear()
-    native_kernels._failed.clear()
+    native_kernels.forget()
     yield tmp_path / "kernels"
-    native_kernels._loaded.cache_clear()
-    native_kernels._failed.clear()
+    native_kernels.forget()
 
 
 def test_built_once_and_kept(empty_cache: Path) -> None:
@@ -389,7 +387,7 @@ def test_two_that_need_a_library_at_once_compile_it_once(empty_cache: Path, monk
     made: list[Path] = []
     code = FORMULAS["exp"]
 
-    def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
+    def make(compiler: str, code: Formula, source: str, isa: build.InstructionSet, library: Path) -> None:
         made.append(library)
         time.sleep(0.2)
         library.write_bytes(b"library")

@@ -460,7 +460,7 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(fails))
-    native_kernels._loaded.cache_clear()
+    native_kernels.forget()
     try:
         with pytest.warns(UserWarning, match="in place of the compiled kernel"):
             first, memory = pieces(operator, [x[:, :, :1] for x in tensors], (1,))
@@ -470,8 +470,7 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
         assert torch.allclose(torch.cat([first, second], 2), expected, atol=1e-6)
         assert native_kernels.failure(FAMILY.code, FAMILY.source) is not None
     finally:
-        native_kernels._loaded.cache_clear()
-        native_kernels._failed.clear()
+        native_kernels.forget()
 
 
 def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ opposite, and what surrounds it.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from zonal.formula import FORMULAS
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
-from zonal.kernels.distance import FAMILY, DistanceInputs, DistanceSpec, backward, distance, forward
+from zonal.kernels.distance import DistanceInputs, DistanceSpec, backward, distance, forward
 from zonal.kernels.op import decode, encode
 from zonal.kernels.tile import TileSpec
 from zonal.models import CausalLM, ModelConfig
@@ -63,15 +63,6 @@ LARGE = {
     "documents": Case(batch=1, packed=(0, 1, 40, 107, 190), queries=190, keys=190, key_dim=9, value_dim=8),
     "strided": Case(strided=True, queries=120, keys=120, key_dim=16, value_dim=12),
 }
-
-
-@pytest.fixture(params=["distance", "distance_wide"])
-def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each width of vectors that this processor has."""
-    if request.param == "distance_wide" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("this processor has no AVX-512")
-    monkeypatch.setattr(native_kernels, "has_avx512", lambda: request.param == "distance_wide")
-    return request.param
 
 
 def fitting(name: str, case: Case) -> bool:
@@ -132,18 +123,6 @@ def test_kernel_equals_definition(name: str, case: str, ran: list[str]) -> None:
     assert ran == ["zonal_distance_forward", "zonal_distance_backward"]
 
 
-@pytest.mark.parametrize("name", ["rewa-gates-dot", "rewa_oscillatory"])
-def test_both_widths_of_vectors(name: str, source: str, ran: list[str]) -> None:
-    operator = randomised(KINDS[name]()).float()
-    data = inputs(LARGE["d 97, P 80"]).to(torch.float32)
-    close(
-        everything(operator, data, "tiled"),
-        everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"),
-    )
-    assert FAMILY.chosen == source
-    assert len(ran) == 2
-
-
 @pytest.mark.parametrize("name", ["rewa", "rewa-gates-dot", "rewa_oscillatory"])
 def test_bfloat16(name: str, ran: list[str]) -> None:
     """Computed in float32: what is rounded is the result."""
@@ -192,7 +171,7 @@ def exact(kind: metric.Metric, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize("radius", [0.01, 0.3, 3.0, 30.0])
 @pytest.mark.parametrize("kind", [metric.Euclidean(), metric.Sphere(), metric.Hyperbolic(), metric.Product()], ids=str)
-def test_float32_has_five_digits(kind: metric.Metric, radius: float, source: str) -> None:
+def test_float32_has_five_digits(kind: metric.Metric, radius: float) -> None:
     """Distances and gradients of points anywhere, of near ones and of nearly opposite ones, at all radii."""
     generator = torch.Generator().manual_seed(0)
 
@@ -403,7 +382,7 @@ def test_a_kernel_that_cannot_be_had_is_said_once(tmp_path, monkeypatch: pytest.
     monkeypatch.setattr(
         native_kernels.recipe, "make", lambda *_: (_ for _ in ()).throw(build.BuildError("build: no room"))
     )
-    native_kernels._loaded.cache_clear()
+    native_kernels.forget()
     try:
         tensors = sample(20)
         with pytest.warns(UserWarning, match="torch's tiles run in place"):
@@ -411,8 +390,7 @@ def test_a_kernel_that_cannot_be_had_is_said_once(tmp_path, monkeypatch: pytest.
         assert (y - zonal.attention(*tensors, m.rewa(), causal=True, path="dense")).abs().max() < 1e-5
         assert "no room" in zonal.explain(m.rewa(), (1, 2, 64, 9)).tiles
     finally:
-        native_kernels._failed.clear()
-        native_kernels._loaded.cache_clear()
+        native_kernels.forget()
 
 
 # -- torch's machinery -----------------------------------------------------------------------------------------------

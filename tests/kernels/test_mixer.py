@@ -32,12 +32,12 @@ def ran(monkeypatch):
     class Spied:
         def __getattr__(self, name):
             called.append(name)
-            return getattr(load(FAMILY.code, FAMILY.source), name)
+            return getattr(load(FAMILY.code, FAMILY.source, FAMILY.isa()), name)
 
     monkeypatch.setattr(
         native_kernels,
         "load",
-        lambda code, source="tile": Spied() if source == FAMILY.source else load(code, source),
+        lambda code, source="tile", isa=None: Spied() if source == FAMILY.source else load(code, source, isa),
     )
     return called
 

@@ -42,7 +42,7 @@ def test_the_order_of_refusals(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "float64" in str(family.refusal("cpu", torch.float64, own))
     assert not asked
     assert family.refusal("cpu", torch.float32, own, code=code) == "own"
-    assert family.refusal("cpu", torch.float32, lambda: None, code=code).split()[1] == family.chosen
+    assert family.refusal("cpu", torch.float32, lambda: None, code=code).split()[1] == family.source
     found = [family.refusal("cuda", torch.float32, lambda: None, cuda=cuda, code=code) for cuda in (own, lambda: None)]
     assert found == (
         ["own", "triton is not installed (pip install triton)"]

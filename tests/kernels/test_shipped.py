@@ -22,9 +22,8 @@ from zonal.cli import build as command
 from zonal.execution.call import prepare
 from zonal.execution.paths import distance, ridge, sparse, steps, sums, tile
 from zonal.formula import FORMULAS, Formula
-from zonal.kernels import build
+from zonal.kernels import build, choice
 from zonal.kernels import native as native_kernels
-from zonal.kernels.distance import FAMILY as DISTANCE
 from zonal.nn import compiled
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C+
 def carried(folder: Path, name: str, source: str) -> None:
     """Put the library of a link into a folder as a wheel would hold it, from the cache where it is compiled already."""
     code = FORMULAS[name]
-    file = folder / build.file_name(code, source, native_kernels.flags(source))
+    file = folder / build.file_name(code, source, native_kernels.candidates(code, source)[0])
     data = native_kernels.build(code, source).read_bytes()
     file.write_bytes(data)
     file.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
@@ -57,8 +56,8 @@ def as_installed(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "shipped"
     shutil.copytree(libraries, folder)
 
-    def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
-        whole = libraries / build.file_name(code, source, chosen)
+    def make(compiler: str, code: Formula, source: str, isa: build.InstructionSet, library: Path) -> None:
+        whole = libraries / build.file_name(code, source, isa)
         library.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".so", ".json"):
             shutil.copy(whole.with_suffix(suffix), library.with_suffix(suffix))
@@ -66,19 +65,9 @@ def as_installed(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
-    for cache in (
-        native_kernels._loaded.cache_clear,
-        native_kernels._failed.clear,
-        native_kernels._carried.cache_clear,
-    ):
-        cache()
+    native_kernels.forget()
     yield folder
-    for cache in (
-        native_kernels._loaded.cache_clear,
-        native_kernels._failed.clear,
-        native_kernels._carried.cache_clear,
-    ):
-        cache()
+    native_kernels.forget()
 
 
 def first(folder: Path) -> Path:
@@ -128,7 +117,7 @@ def test_other_sources_flags_and_formulas_are_other_libraries(
     code = FORMULAS["yat"]
     assert native_kernels.shipped(code) is not None
     assert native_kernels.shipped(replace(code, cpp_value="x")) is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")  # a processor without AVX2
+    monkeypatch.setattr(choice, "features", frozenset)  # a processor without AVX2
     assert (native_kernels.shipped(code) is None) == build.is_x86()
 
 
@@ -142,14 +131,14 @@ def test_build_says_which_it_would_use(
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
     native_kernels.build(FORMULAS["exp"], again=True)
     assert command.run(command.Build(), "zonal build") == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp, tile (tiled, C++;")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp, tile for ")]
     assert "was there" in line
     assert str(as_installed) not in line
 
 
 FAMILIES: dict[str, tuple[str, Callable[[], str]]] = {
     **{name: ("identity", name) for name in ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "sparse")},
-    "distance": ("exp", DISTANCE.chosen),
+    "distance": ("exp", "distance"),
 }
 """Of each family of kernels the link and the source that this processor uses."""
 
@@ -201,24 +190,20 @@ def test_every_shipped_family_runs_without_a_compiler(
     monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    caches = native_kernels._loaded.cache_clear, native_kernels._failed.clear, native_kernels._carried.cache_clear
-    for clear in caches:
-        clear()
+    native_kernels.forget()
     try:
         assert native_kernels.compiler() is None
         with torch.no_grad():
             assert refused(family) is None
         assert native_kernels.load(code, source) is not None
-        for clear in caches:
-            clear()
-        (folder / build.file_name(code, source, native_kernels.flags(source))).unlink()
+        native_kernels.forget()
+        (folder / build.file_name(code, source, choice.usable(source)[0][0])).unlink()
         with torch.no_grad():
             assert f"no good library of source {source!r} for link {name!r} came with the package" in (
                 refused(family) or ""
             )
     finally:
-        for clear in caches:
-            clear()
+        native_kernels.forget()
 
 
 def test_every_link_is_known() -> None:

@@ -52,7 +52,7 @@ def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypat
     fails.chmod(0o755)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(fails))
-    native_kernels._loaded.cache_clear()
+    native_kernels.forget()
     make, kernel = KERNELS[kind]
     operator, tensors = make(), sample()
     try:
@@ -63,5 +63,4 @@ def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypat
             assert torch.equal(chunked(operator, tensors), y)
         assert "could not be had" in str(kernel.refusal(prepare(operator, *tensors, causal=True)))  # type: ignore[arg-type]
     finally:
-        native_kernels._loaded.cache_clear()
-        native_kernels._failed.clear()
+        native_kernels.forget()

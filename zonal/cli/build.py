@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+import torch
+
 from zonal.errors import ZonalError
 from zonal.execution.routes import ROUTES
 from zonal.formula import FORMULAS
@@ -12,7 +14,8 @@ DESCRIPTION = """\
 Compile the CPU kernels of every link that has a formula, check that each library loads, and print which routes run it
 and where it comes from. Otherwise a kernel is compiled when it is first used, which takes some seconds once. A library
 compiled here takes precedence over one that came with the package. CXX names the compiler, ZONAL_CACHE the folder of
-libraries.
+libraries. A processor with several instruction sets gets a library for each; the fastest is found
+when it is first used.
 
 Examples:
   zonal build
@@ -38,26 +41,25 @@ def run(options: Build, command: str) -> int:
     compiler = native.compiler()
     if compiler is None and (options.again or native.built(codes[0]) is None):
         native.target(codes[0])  # says what to install
-    print(f"compiler  {compiler or 'none'} {' '.join(native.flags())}")
+    print(f"compiler  {compiler or 'none'} {' '.join(build.flags(native.candidates(codes[0])[0]))}")
     failed = 0
     for code in codes:
         for source in build.sources(code):
-            if source == "tile_bf16" and (native.failure(code) is not None or not native.load(code).zonal_has_bf16()):
-                continue
-            name, start = f"{code.name}, {source} ({routes_of(source)})", time.perf_counter()
-            known = None if options.again else native.built(code, source)
-            try:
-                path = native.build(code, source, again=options.again)
-                native.load(code, source)
-                how = (
-                    f"{time.perf_counter() - start:.1f} s"
-                    if known is None
-                    else "came with the package"
-                    if path.parent == build.SHIPPED
-                    else "was there"
-                )
-                print(f"{name:<52} {how:>21}  {path}")
-            except ZonalError as error:
-                failed += 1
-                print(f"{name:<52} failed: {error}")
+            for isa in native.candidates(code, source, torch.bfloat16):
+                name, start = f"{code.name}, {source} for {isa.label} ({routes_of(source)})", time.perf_counter()
+                known = None if options.again else native.built(code, source, isa)
+                try:
+                    path = native.build(code, source, isa, again=options.again)
+                    native.load(code, source, isa)
+                    how = (
+                        f"{time.perf_counter() - start:.1f} s"
+                        if known is None
+                        else "came with the package"
+                        if path.parent == build.SHIPPED
+                        else "was there"
+                    )
+                    print(f"{name:<64} {how:>21}  {path}")
+                except ZonalError as error:
+                    failed += 1
+                    print(f"{name:<64} failed: {error}")
     return 1 if failed else 0

@@ -18,9 +18,10 @@ from zonal.execution.call import Call, Held, lowered, prepare
 from zonal.execution.machine import Machine
 from zonal.execution.paths.coverage import Coverage, measured
 from zonal.execution.paths.steps import Numbers, check_devices, devices_of
-from zonal.execution.plan import Choice, choose, duration, run
+from zonal.execution.plan import Choice, Estimate, choose, duration, run
 from zonal.execution.routes import Runner
 from zonal.execution.shape import Shape, shape_of
+from zonal.kernels.choice import shown
 from zonal.kernels.op import plain
 from zonal.memory import Memory
 from zonal.names import known_names
@@ -94,6 +95,14 @@ class Explanation:
         reasons = [why for route, why in self.plan.without.items() if route.startswith(f"{path}, ")]
         return f"torch, for {'; '.join(reasons) or self.plan.refused.get(path, 'it has no kernel here')}"
 
+    def _implementation(self, estimate: Estimate) -> str:
+        """The route of an estimate, with the instruction set of a C++ kernel: "C++ AVX2"."""
+        path, name = estimate.path, estimate.route
+        sources = next((r.sources for r in self.plan.routes if (r.path, r.name) == (path, name)), ())
+        if not sources:
+            return name
+        return name.replace("C++", f"C++ {shown(sources[0], getattr(torch, self.dtype)).label}")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         p = self.shape
@@ -132,7 +141,7 @@ class Explanation:
             rows.append(
                 (
                     f"{mark} {e.path}",
-                    e.route,
+                    self._implementation(e),
                     duration(e.seconds),
                     f"{e.flops:.3g}",
                     size(e.bytes_moved),

@@ -12,9 +12,7 @@ import functools
 import hashlib
 import math
 import os
-import platform
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from zonal.cache import VARIABLE, cache_folder
 from zonal.errors import FileFormatError
 from zonal.execution.call import prepare
 from zonal.execution.paths import tile
+from zonal.kernels import choice
 from zonal.kernels.build import BuildError
 
 SCHEMA = 6
@@ -224,13 +223,7 @@ def name(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).name
     if device.type != "cpu":
         return device.type
-    name = platform.processor() or platform.machine()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-                if line.startswith("model name"):
-                    return f"{line.split(':', 1)[1].strip()} x{os.cpu_count()}"
-    return f"{name} x{os.cpu_count()}"
+    return f"{choice.processor()} x{os.cpu_count()}"
 
 
 def threads(device: torch.device) -> int:
@@ -343,14 +336,16 @@ _typical: ContextVar[bool] = ContextVar("typical", default=False)
 def typical_rates() -> Iterator[None]:
     """Inside the body calls of this thread are planned by typical values, never by measured ones.
 
-    Paths differ in the last bits of their results. When two paths have nearly equal estimates, the measured speeds
-    decide between them. A run that must repeat on another machine of its kind is therefore planned without them.
+    Compiled kernels use the highest instruction set of the processor, not the fastest. Paths and sets differ in the
+    last bits of their results. When two paths have nearly equal estimates, the measured speeds decide between them. A
+    run that must repeat on another machine of its kind is therefore planned without them.
     """
-    token = _typical.set(True)
+    tokens = _typical.set(True), choice.measured.set(False)
     try:
         yield
     finally:
-        _typical.reset(token)
+        _typical.reset(tokens[0])
+        choice.measured.reset(tokens[1])
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""How the CPU kernels of a link are compiled: sources, flags, compiler, and the record beside each library.
+"""How the CPU kernels of a link are compiled: sources, instruction sets, compiler, and the record of each library.
 
 It does not import torch, as wheels are built with it.
 """
@@ -9,38 +9,54 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent / "cpp"
-SOURCES = (
-    "tile",
-    "tile_bf16",
-    "sums",
-    "decode",
-    "ridge",
-    "ridge_decode",
-    "mixer",
-    "distance",
-    "distance_wide",
-    "sparse",
+SOURCES = ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "sparse")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What a library may use of a processor. Widths that follow from it are in ``simd.hpp``.
+
+    name: in file names and in ZONAL_ISA. label: for people. flags: of g++ and clang++. needs: what the processor must
+    report, in the words of Linux. lanes: floats of a vector. pairs: bfloat16 is multiplied in pairs; only the source
+    ``tile`` has such products, so that no other is compiled for this set.
+    """
+
+    name: str
+    label: str
+    flags: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    lanes: int = 4
+    pairs: bool = False
+
+    def compiles(self, source: str) -> bool:
+        """Whether a source is compiled for this set."""
+        return (is_x86() or not self.needs) and (source == "tile" or not self.pairs)
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4 = "-march=x86-64-v4"
+SETS = (
+    InstructionSet("avx512_bf16", "AVX-512 BF16", (_V4, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}, 16, pairs=True),
+    InstructionSet("avx512", "AVX-512", (_V4,), _AVX512, 16),
+    InstructionSet("avx2", "AVX2", ("-march=x86-64-v3",), _AVX2, 8),
+    InstructionSet("portable", "portable"),
 )
-# beside common.hpp
-_HEADERS = {
-    "tile": ("products.hpp",), "sums": ("sums.hpp",), "ridge": ("ridge.hpp",),
-    "distance": ("products.hpp", "distance.hpp"), "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
-}  # fmt: skip
-_WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-# more than AVX2, which a processor that runs such a source has
-_BEYOND = {"tile_bf16": (*_WIDE, "-mavx512bf16"), "distance_wide": _WIDE}
+"""The instruction sets, the highest first. The last one runs on every processor of its kind."""
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 # The links that a source is compiled for, if not for all. A source that does not use links is compiled for one of them.
@@ -51,7 +67,6 @@ _LINKS = {
     "ridge_decode": ("identity",),
     "mixer": ("identity",),
     "distance": ("exp",),
-    "distance_wide": ("exp",),
     "sparse": ("identity",),
 }
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
@@ -77,13 +92,25 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def flags(source: str, avx2: bool) -> tuple[str, ...]:
-    """Compiler flags of a source. Measured: 256-bit vectors are as fast as 512-bit ones, -march=native is slower."""
-    common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-    if avx2:
-        common += ("-march=x86-64-v3", *_BEYOND.get(source, ()))
+def flags(isa: InstructionSet) -> tuple[str, ...]:
+    """Compiler flags of an instruction set. -march=native is slower than these, measured on Zen 4."""
+    common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", *isa.flags)
     # the team of threads is torch's own: its OpenMP library is in the process already
     return common if sys.platform == "darwin" else (*common, "-fopenmp")
+
+
+@functools.lru_cache(maxsize=32)
+def understands(compiler: str, isa: InstructionSet) -> bool:
+    """Whether a compiler knows an instruction set: not when it takes nothing with its flags and something without."""
+
+    def takes(*flags: str) -> bool:
+        command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+    try:
+        return takes(*isa.flags) or not takes()
+    except (OSError, subprocess.SubprocessError):
+        return True  # it does not run: compiling says so
 
 
 def defines(code: Formula) -> str:
@@ -101,24 +128,26 @@ def defines(code: Formula) -> str:
 
 
 def sources(code: Formula) -> tuple[str, ...]:
-    """What is compiled for one of the library's own links ahead of its first use, on this kind of processor."""
-    return tuple(
-        source
-        for source in SOURCES
-        if code.name in _LINKS.get(source, (code.name,)) and (is_x86() or source not in _BEYOND)
-    )
+    """What is compiled for one of the library's own links ahead of its first use."""
+    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)))
 
 
-def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
-    """The name of a library: its link, its source, and a digest of all texts it is made of, its flags, and ``more``."""
-    texts = [
-        (FOLDER / name).read_text(encoding="utf-8")
-        for name in (f"{source}.cpp", "common.hpp", *_HEADERS.get(source, ()))
-    ]
-    key = hashlib.sha256(
-        "\0".join((*texts, defines(code), " ".join(chosen), sys.platform, platform.machine(), *more)).encode()
-    ).hexdigest()
-    return f"{code.name}-{source}-{key[:16]}.so"
+def carried(source: str) -> tuple[InstructionSet, ...]:
+    """The sets that a wheel has a source for: all but the portable one, where it is not the only one."""
+    sets = [isa for isa in SETS if isa.compiles(source)]
+    return tuple(isa for isa in sets if isa.needs) or tuple(sets)
+
+
+def _text(name: str) -> str:
+    """A source with the headers that it includes."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    return "\0".join([text, *(_text(header) for header in re.findall(r'^#include "(.*)"', text, re.MULTILINE))])
+
+
+def file_name(code: Formula, source: str, isa: InstructionSet, *more: str) -> str:
+    """The name of a library: its link, source and set, and a digest of its texts, its flags, and ``more``."""
+    parts = (_text(f"{source}.cpp"), defines(code), " ".join(flags(isa)), sys.platform, platform.machine(), *more)
+    return f"{code.name}-{source}-{isa.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 @functools.lru_cache(maxsize=8)
@@ -159,7 +188,7 @@ def alone(library: Path) -> Iterator[None]:
         yield
 
 
-def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
+def make(compiler: str, code: Formula, source: str, isa: InstructionSet, library: Path) -> None:
     """Compile a link's library. Each file appears whole.
 
     Raises: BuildError with the compiler's first words when it fails; OSError when the folder cannot be written.
@@ -170,7 +199,7 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
         text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
         try:
             ran = subprocess.run(
-                [compiler, *chosen, str(text), "-o", str(made)],
+                [compiler, *flags(isa), str(text), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=600,
@@ -186,7 +215,7 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
             "sha256": digest,
             "link": code.name,
             "compiler": version(compiler).splitlines()[0],
-            "flags": list(chosen),
+            "flags": list(flags(isa)),
         }
         record.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         # the record last: a library without one is not used
@@ -198,10 +227,13 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
 
 __all__ = [
     "FOLDER",
+    "SETS",
     "SHIPPED",
     "SOURCES",
     "BuildError",
+    "InstructionSet",
     "alone",
+    "carried",
     "defines",
     "file_name",
     "find",
@@ -210,5 +242,6 @@ __all__ = [
     "is_x86",
     "make",
     "sources",
+    "understands",
     "version",
 ]

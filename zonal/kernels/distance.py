@@ -1,4 +1,4 @@
-"""The kernels for attention by distance, C++ (distance.cpp, with AVX-512 distance_wide.cpp) and Triton."""
+"""The kernels for attention by distance, C++ (distance.cpp) and Triton."""
 
 import ctypes
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.formula import FORMULAS, Term
+from zonal.formula import FORMULAS, Formula, Term
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments
 from zonal.kernels.native import Family
@@ -16,7 +16,7 @@ from zonal.kernels.tile import SHAPES, TileInputs, TileSpec, parts_of, point_at,
 
 CODE = FORMULAS["exp"]
 """Its weights are exponentials, whatever the distances."""
-FAMILY = Family("distance", CODE, wide=True)
+FAMILY = Family("distance", CODE, trial=lambda code, _: _trial(code))
 TERMS = WAVES = 8
 """The most distances of a sum, and the most waves, that the kernel takes."""
 _KINDS = {"euclidean": 0, "squared": 1, "sphere": 2, "hyperbolic": 3, "product": 4}
@@ -82,6 +82,12 @@ def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
     y, factor = call.new("call.y", dtype=torch.float32), call.new("call.factor")
     call.run(library.zonal_distance_forward)
     return y, factor
+
+
+def _trial(code: Formula) -> Results:
+    x = torch.full((1, 8, 128, 64), 0.125, dtype=torch.float32, device="cpu")
+    spec = DistanceSpec(TileSpec(code, "row"), (Term("euclidean", 0, 32, 1e-3), Term("sphere", 32, 32, 1e-3)))
+    return forward(DistanceInputs(x, x, x, x[..., :2], x[0, :, :0, 0]), spec)
 
 
 def backward(

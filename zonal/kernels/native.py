@@ -3,7 +3,8 @@
 A library is in the user's cache, came with the package, or is compiled now. The name of a cached library includes its
 source, compiler, flags and torch. The name of a shipped library includes its source and flags only: it has a C
 interface, uses nothing of torch but the OpenMP runtime (loading checks that it is the same), and its flags say which
-processor it needs. A library is loaded only when its checksum equals the one recorded after it was compiled.
+processor it needs. A library is loaded only when its checksum equals the one recorded after it was compiled, and when
+the processor has the instruction set that it was compiled for. Which of several sets a family uses is in ``choice.py``.
 """
 
 import contextlib
@@ -19,11 +20,13 @@ from pathlib import Path
 
 import torch
 
+from zonal.cache import VARIABLE as CACHE
 from zonal.cache import cache_folder
 from zonal.errors import MissingKernelsWarning
 from zonal.formula import Formula
 from zonal.kernels import build as recipe
-from zonal.kernels.build import BuildError
+from zonal.kernels import choice
+from zonal.kernels.build import BuildError, InstructionSet
 
 VARIABLE = "ZONAL_KERNELS"
 LARGEST = 256
@@ -36,23 +39,24 @@ Reason = str | None
 class Family:
     """The kernels of one C++ source. code: the link of its only library; None when every link has a library.
 
-    wide: there is a second source, ``<source>_wide``, for processors with AVX-512. cuda: Triton kernels do the same on
-    CUDA.
+    cuda: Triton kernels do the same on CUDA. trial: runs a call of about a millisecond, by which instruction sets are
+    compared; without it the highest set is used, as for kernels that wait for memory.
     """
 
     source: str
     code: Formula | None = None
-    wide: bool = False
     cuda: bool = True
+    trial: choice.Trial | None = None
 
-    @property
-    def chosen(self) -> str:
-        """The source for this processor."""
-        return f"{self.source}_wide" if self.wide and has_avx512() else self.source
+    def isa(self, code: Formula | None = None, dtype: torch.dtype = torch.float32) -> InstructionSet:
+        """The instruction set whose library runs calls of a type."""
+        return choice.trying.get() or _chosen(
+            self, self._of(code), dtype, choice.measured.get(), *map(os.environ.get, _VARIABLES)
+        )
 
     def load(self, code: Formula | None = None) -> ctypes.CDLL:
-        """``load`` of this family's library. code: of the link, where every link has one."""
-        return load(self._of(code), self.chosen)
+        """The library that runs calls in float32. code: of the link, where every link has one."""
+        return load(self._of(code), self.source, self.isa(code))
 
     def _of(self, code: Formula | None) -> Formula:
         found = self.code or code
@@ -78,7 +82,7 @@ class Family:
             return reason
         if device == "cuda":
             return cuda() or (None if has_triton() else "triton is not installed (pip install triton)")
-        return missing(self._of(code), self.chosen)
+        return missing(self._of(code), self.source)
 
 
 def switched_off() -> bool:
@@ -99,12 +103,6 @@ def unfit(device: str, dtype: torch.dtype, devices: Sequence[str] = ("cpu", "cud
 def has_triton() -> bool:
     """Whether triton can be imported."""
     return importlib.util.find_spec("triton") is not None
-
-
-@torch.compiler.assume_constant_result
-def has_avx512() -> bool:
-    """Whether this processor has vectors of sixteen floats."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @functools.cache
@@ -141,70 +139,108 @@ def compiler() -> str | None:
     return recipe.find(os.environ.get("CXX") or None)
 
 
-def flags(source: str = "tile") -> tuple[str, ...]:
-    """Compiler flags for this processor and source."""
-    return recipe.flags(source, recipe.is_x86() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
+# what a choice follows from, beside the family, the type and the files that are there
+_VARIABLES = (choice.VARIABLE, "CXX", CACHE)
 
 
-def target(code: Formula, source: str = "tile") -> Path:
-    """Where the library of a link is kept when it is compiled here. Raises: BuildError without a compiler."""
+@functools.lru_cache(maxsize=256)
+def _chosen(
+    family: Family, code: Formula, dtype: torch.dtype, measured: bool, *_variables: str | None
+) -> InstructionSet:
+    found = candidates(code, family.source, dtype)
+    if family.trial is None or not measured:
+        return found[0]
+    return choice.fastest(family.source, found, family.trial, code, dtype)
+
+
+def candidates(code: Formula, source: str = "tile", dtype: torch.dtype = torch.float32) -> list[InstructionSet]:
+    """The sets that a library may be for, the highest first: those of the processor that can be compiled or came.
+
+    Of processors with vectors of eight floats or more the portable set is none. There is always one; without a compiler
+    and a library it is the one that was wanted.
+    """
+    able, forced = choice.usable(source, dtype)
+    found = [isa for isa in able if _obtainable(code, source, isa)] or able[:1]
+    return found[:1] if forced else [isa for isa in found if isa.needs] or found[:1]
+
+
+def _obtainable(code: Formula, source: str, isa: InstructionSet) -> bool:
+    path = compiler()
+    if path is not None and (target(code, source, isa).exists() or recipe.understands(path, isa)):
+        return True
+    if path is None or _carried(code, source, isa):
+        return _carried(code, source, isa)
+    choice.say(
+        f"zonal: the compiler {path} does not know {isa.label} ({' '.join(isa.flags)}), so that kernels for the next "
+        "lower instruction set run. Install a newer g++ or clang++, or let CXX name one."
+    )
+    return False
+
+
+def target(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> Path:
+    """Where the library of a link is kept when it is compiled here. isa: None = the first candidate, here and below.
+
+    Raises: BuildError without a compiler.
+    """
     path = compiler()
     if path is None:
         raise BuildError(
             "build: no C++ compiler was found (looked for CXX, g++, clang++, c++). "
             "Install one, or do without: torch runs instead."
         )
-    name = recipe.file_name(code, source, flags(source), recipe.version(path), torch.__version__)
+    isa = isa or candidates(code, source)[0]
+    name = recipe.file_name(code, source, isa, recipe.version(path), torch.__version__)
     return cache_folder() / "kernels" / name
 
 
-def shipped(code: Formula, source: str = "tile") -> Path | None:
-    """The library of a link that came with the package, for this processor and from these sources, or None."""
+def shipped(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> Path | None:
+    """The library of a link that came with the package, for a set and from these sources, or None."""
     if not recipe.SHIPPED.is_dir():
         return None
-    library = recipe.SHIPPED / recipe.file_name(code, source, flags(source))
+    library = recipe.SHIPPED / recipe.file_name(code, source, isa or candidates(code, source)[0])
     return library if library.exists() else None
 
 
 @functools.lru_cache(maxsize=64)
-def _carried(code: Formula, source: str) -> bool:
-    library = shipped(code, source)
+def _carried(code: Formula, source: str, isa: InstructionSet) -> bool:
+    library = shipped(code, source, isa)
     return library is not None and recipe.good(library)
 
 
 @torch.compiler.assume_constant_result
 def carried(code: Formula, source: str = "tile") -> bool:
-    """Whether a good library of a link came with the package. Looked for once in a process."""
-    return _carried(code, source)
+    """Whether a good library of a link came with the package for this processor. Looked for once in a process."""
+    return any(_carried(code, source, isa) for isa in choice.usable(source)[0])
 
 
-def built(code: Formula, source: str = "tile") -> Path | None:
+def built(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> Path | None:
     """The good library of a link that is there already and would be used, or None.
 
     One compiled here comes before one that came with the package: it was asked for.
     """
-    places: Sequence[Path | None] = [shipped(code, source)]
+    places: Sequence[Path | None] = [shipped(code, source, isa)]
     with contextlib.suppress(BuildError):  # without a compiler that runs, what came with the package will do
-        places = [target(code, source), *places]
+        places = [target(code, source, isa), *places]
     return next((library for library in places if library is not None and recipe.good(library)), None)
 
 
-def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
+def build(code: Formula, source: str = "tile", isa: InstructionSet | None = None, *, again: bool = False) -> Path:
     """The library of a link, compiled unless a good one is there (``again``: compiled anyway).
 
     Raises: BuildError with the compiler's first words when it fails, or when the cache cannot be written.
     """
-    there = None if again else built(code, source)
+    isa = isa or candidates(code, source)[0]
+    there = None if again else built(code, source, isa)
     if there is not None:
         return there
-    damaged = shipped(code, source)
+    damaged = shipped(code, source, isa)
     if not again and damaged is not None:
         warnings.warn(
             f"zonal: the kernel {damaged.name} that came with the package is damaged and is not used. "
             "Install the package again.",
             stacklevel=2,
         )
-    library, path = target(code, source), compiler()
+    library, path = target(code, source, isa), compiler()
     assert path is not None
     try:
         with recipe.alone(library):
@@ -214,7 +250,7 @@ def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
                 warnings.warn(
                     f"zonal: the kernel {library.name} in the cache was damaged and is compiled again.", stacklevel=2
                 )
-            recipe.make(path, code, source, flags(source), library)
+            recipe.make(path, code, source, isa, library)
     except OSError as error:
         raise BuildError(
             f"build: the kernel could not be written to {library.parent} ({error}). "
@@ -227,25 +263,38 @@ def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
 _failed: dict[tuple[Formula, str], str] = {}
 
 
+def forget() -> None:
+    """Look for libraries anew, as a new process would; tests move what is there."""
+    for cached in (_chosen, _carried, _loaded, choice.say):
+        cached.cache_clear()
+    _failed.clear()
+
+
 def failure(code: Formula, source: str = "tile") -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
     return _failed.get((code, source))
 
 
-def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
-    """The library of a link, compiled if it is missing. Raises: BuildError, at the first failure and ever after."""
+def load(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> ctypes.CDLL:
+    """The library of a link, compiled if it is missing.
+
+    Raises: BuildError, at the first failure and ever after; and for a set that the processor does not have.
+    """
     if (code, source) in _failed:
         raise BuildError(_failed[code, source])
     try:
-        return _loaded(code, source)
+        return _loaded(code, source, isa or candidates(code, source)[0])
     except BuildError as error:
         _failed[code, source] = str(error)
         raise
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded(code: Formula, source: str) -> ctypes.CDLL:
-    path = build(code, source)
+def _loaded(code: Formula, source: str, isa: InstructionSet) -> ctypes.CDLL:
+    lacks = ", ".join(sorted(isa.needs - choice.features()))
+    if lacks:
+        raise BuildError(f"build: a kernel for {isa.label} is not loaded: this processor does not report {lacks}.")
+    path = build(code, source, isa)
     if path.parent != recipe.SHIPPED:
         return _opened(path)
     try:
@@ -258,7 +307,7 @@ def _loaded(code: Formula, source: str) -> ctypes.CDLL:
         warnings.warn(
             f"zonal: the kernel that came with the package is not used, one is compiled here. {error}", stacklevel=2
         )
-        return _opened(build(code, source, again=True))
+        return _opened(build(code, source, isa, again=True))
     return library
 
 
@@ -293,11 +342,11 @@ __all__ = [
     "Reason",
     "build",
     "built",
+    "candidates",
     "carried",
     "compiler",
     "failure",
-    "flags",
-    "has_avx512",
+    "forget",
     "has_triton",
     "load",
     "missing",

@@ -1,4 +1,4 @@
-"""The tile kernels, C++ (tile.cpp, tile_bf16.cpp) and Triton: operators whose weights are a function of a dot product.
+"""The tile kernels, C++ (tile.cpp) and Triton: operators whose weights are a function of a dot product.
 
 One kernel serves every operator with weights K_ts = l(S_ts) times a factor per row, S_ts = scale_h f(q_t) . f(k_s),
 with f the identity or x / |x|:
@@ -7,7 +7,6 @@ with f the identity or x / |x|:
 """
 
 import ctypes
-import warnings
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,11 +16,10 @@ from torch import Tensor
 from zonal.formula import Formula
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments
-from zonal.kernels.build import BuildError
-from zonal.kernels.native import Family, failure, load
+from zonal.kernels.native import Family, load
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 
-FAMILY = Family("tile")
+FAMILY = Family("tile", trial=lambda code, dtype: _trial(code, dtype))
 SHAPES = {
     "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H", "coefficients": "H numbers", "key_mask": "B S",
     "edges": "edges", "y": "B H T P", "rest": "B H T P", "factor": "B H T", "dy": "B H T P", "dq": "B H T D",
@@ -29,8 +27,6 @@ SHAPES = {
     "dcoefficients": "split B H learned",
 }  # fmt: skip
 CALL = abi.Struct("common.hpp", "Call", SHAPES)
-_PAIRS = "tile_bf16"
-"""The source for products of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +105,21 @@ def parts_of(inputs: TileInputs) -> tuple[int, int]:
     return split, threads if split == 1 else split * batch * kv_heads
 
 
-def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
-    """The kernel for bfloat16 products if it applies: bfloat16 tensors, even last axes, and a processor with them."""
-    if any(x.dtype != torch.bfloat16 for x in tensors) or any(x.shape[3] % 2 for x in tensors[:1] + tensors[2:]):
-        return None
-    if not load(link).zonal_has_bf16():
-        return None
-    known = failure(link, _PAIRS) is not None
-    try:
-        return load(link, _PAIRS)
-    except BuildError as error:
-        if not known:
-            warnings.warn(f"zonal: bfloat16 runs through the float32 kernel, twice as slow. {error}", stacklevel=2)
-        return None
+def _library(link: Formula, *tensors: Tensor) -> tuple[ctypes.CDLL, torch.dtype]:
+    """The library for these tensors, and the type in which it takes them.
+
+    That is bfloat16 where its instruction set multiplies pairs of bfloat16 and the last axes of bfloat16 tensors are
+    even, else float32.
+    """
+    pairs = all(x.dtype == torch.bfloat16 and x.shape[3] % 2 == 0 for x in tensors)
+    isa = FAMILY.isa(link, torch.bfloat16 if pairs else torch.float32)
+    return load(link, FAMILY.source, isa), torch.bfloat16 if isa.pairs else torch.float32
+
+
+def _trial(code: Formula, dtype: torch.dtype) -> Results:
+    x = torch.full((1, 8, 256, 64), 0.125, dtype=dtype, device="cpu")
+    numbers = torch.full((8, 8), 0.5, dtype=torch.float32, device="cpu")
+    return forward(TileInputs(x, x, x, numbers[0], numbers), TileSpec(code, "row", inference=True))
 
 
 def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,14 +130,14 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
     """
     q, k, v = inputs[:3]
     kept = not spec.inference and q.dtype != torch.float32
-    in_pairs = _in_pairs(q, k, v, link=spec.link)
-    dtype = torch.float32 if in_pairs is None else torch.bfloat16
+    library, dtype = _library(spec.link, q, k, v)
+    pairs = dtype == torch.bfloat16
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
     point_at(call, inputs, dtype)
     y, factor = call.new("y", dtype=dtype), call.new("factor")
-    rest = call.new("rest", dtype=dtype) if kept and in_pairs is not None else q.new_empty(0)
-    call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward)
-    if in_pairs is not None:
+    rest = call.new("rest", dtype=dtype) if kept and pairs else q.new_empty(0)
+    call.run(library.zonal_forward)
+    if pairs:
         return y, factor, rest
     rounded = y.to(q.dtype)
     return rounded, factor, (y - rounded).to(q.dtype) if kept else rest
@@ -149,28 +147,26 @@ def backward(
     grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
 ) -> Gradients:
     """Gradients of q, k, v in their types, of scale (H,), and of coefficients (H, n) in float64, 0 if not learned."""
-    (dy,), (q, k, v, scale, coefficients, *_), (y, factor, rest) = grads, inputs, results
+    (dy,), (q, k, v, _, coefficients, *_), (y, factor, rest) = grads, inputs, results
     assert dy is not None
     scaled, learned = "scale" in asked, spec.learned if "coefficients" in asked else 0
-    in_pairs = _in_pairs(q, k, v, dy, link=spec.link)
-    if scaled and in_pairs is not None and bool((scale == 0).any()):
-        in_pairs = None  # it takes the scale's gradient from the scores
-    dtype = torch.float32 if in_pairs is None else torch.bfloat16
-    if in_pairs is None:
+    library, dtype = _library(spec.link, q, k, v, dy)
+    pairs = dtype == torch.bfloat16
+    if not pairs:
         y = y.float() + rest.float() if rest.numel() else y.float()
     split, places = parts_of(inputs)
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
     call.set({"learned": learned, "split": split}, {"places": places, "columns": q.shape[3] + v.shape[3]})
     point_at(call, inputs, dtype)
     call.point("y", y, dtype)
-    call.point("rest", rest if rest.numel() and in_pairs is not None else None, dtype)
+    call.point("rest", rest if rest.numel() and pairs else None, dtype)
     call.point("factor", factor)
     call.point("dy", dy, dtype)
     call.new("sums")
     found = tuple(call.new(name, dtype=dtype) for name in ("dq", "dk", "dv"))
     dscale = call.new("dscale", zero=True) if scaled else None
     dcoefficients = call.new("dcoefficients", zero=True) if learned else None
-    call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward)
+    call.run(library.zonal_backward)
     dc = None if dcoefficients is None else padded(dcoefficients.sum((0, 1)), coefficients)
     return *found, None if dscale is None else dscale.sum((0, 1)), dc
 

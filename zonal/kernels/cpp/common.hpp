@@ -1,17 +1,13 @@
 // What the tile kernels share: vectors, the link, the call and its masks. Names of the template are explained in tile.cpp.
 //
-// ZONAL_ROUNDED: weights are rounded before they meet values, and a row's sum is of the rounded ones, taken there.
 // The link comes as macros in front: ZONAL_LOG, ZONAL_CLAMP, ZONAL_LOW, ZONAL_HIGH and the expressions ZONAL_VALUE, ZONAL_DERIVATIVE,
-// ZONAL_BASE of x, c, n: of K, or with ZONAL_LOG of log K, which is x itself unless ZONAL_MAP. ZONAL_LANES is the width of a vector. No header
+// ZONAL_BASE of x, c, n: of K, or with ZONAL_LOG of log K, which is x itself unless ZONAL_MAP. No header
 // of torch is needed: OpenMP's team is the one torch has set up.
 
-#include <algorithm>
+#include "simd.hpp"
+
 #include <atomic>
-#include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <new>
 #include <type_traits>
 
@@ -19,72 +15,9 @@
 #include <omp.h>
 #endif
 
-#define APART __attribute__((noinline))  // on its own the compiler keeps all sums in registers; inside a larger function it spills one
-#define INLINE inline __attribute__((always_inline))
-#define EACH_ROW _Pragma("GCC unroll 16") for (int r = 0; r < N; ++r)
-
 namespace {
 
-constexpr int L = ZONAL_LANES;  // floats of a vector
-constexpr int C = 2 * L;        // queries of a column
-constexpr int COLUMNS = 16;     // columns of a task, forward
-
-typedef float V __attribute__((vector_size(4 * L), aligned(4), may_alias));
-typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
-
-inline V load(const float* p) { return *reinterpret_cast<const V*>(p); }
-typedef uint16_t Half __attribute__((vector_size(2 * L), aligned(2), may_alias));
-typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
-inline V load(const uint16_t* p) {  // bfloat16 is the upper half of a float
-  const U wide = __builtin_convertvector(*reinterpret_cast<const Half*>(p), U) << 16;
-  return reinterpret_cast<const V&>(wide);
-}
-inline float number(float x) { return x; }
-inline float number(uint16_t x) {
-  const uint32_t wide = static_cast<uint32_t>(x) << 16;
-  float out;
-  std::memcpy(&out, &wide, 4);
-  return out;
-}
-inline void put(float* to, float x) { *to = x; }
-inline void put(uint16_t* to, float x) {  // to the nearest, ties to even; NaN stays
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline void store(float* p, V x) { *reinterpret_cast<V*>(p) = x; }
-inline V spread(float x) {
-#if ZONAL_LANES == 16
-  return V{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-#else
-  return V{x, x, x, x, x, x, x, x};
-#endif
-}
-inline V least(V a, V b) { return b < a ? b : a; }  // a NaN in a stays
-inline V most(V a, V b) { return b > a ? b : a; }
-inline V root(V x) {
-  for (int i = 0; i < L; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-}
-inline float sum(V x) {
-  float total = 0;
-  for (int i = 0; i < L / 2; ++i) total += x[i] + x[i + L / 2];
-  return total;
-}
-
-// a . b; a single running sum would wait for itself at every step
-template <typename A, typename B>
-float dot(const A* a, const B* b, int64_t n) {
-  V x = V{}, y = V{};
-  int64_t i = 0;
-  for (; i + 2 * L <= n; i += 2 * L) {
-    x += load(a + i) * load(b + i);
-    y += load(a + i + L) * load(b + i + L);
-  }
-  float total = sum(x + y);
-  for (; i < n; ++i) total += number(a[i]) * number(b[i]);
-  return total;
-}
+constexpr int COLUMNS = 16;  // columns of a task, forward
 
 // zeros in n numbers of a tensor, which has no address where it is empty
 inline void clear(float* x, int64_t n) { std::fill_n(x, n, 0.f); }
@@ -97,41 +30,6 @@ float inverse_norm(const T* x, int64_t n) {
   double total = 0;
   for (int64_t i = 0; i < n; ++i) total += static_cast<double>(number(x[i])) * number(x[i]);
   return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 0.f;
-}
-
-typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
-inline V8 load8(const float* p) { return *reinterpret_cast<const V8*>(p); }
-inline void put8(float* p, V8 x) { *reinterpret_cast<V8*>(p) = x; }
-inline void put8(uint16_t* p, V8 x) {
-  for (int i = 0; i < 8; ++i) put(p + i, x[i]);
-}
-
-// eight rows of eight numbers become columns
-inline void transpose(V8 (&x)[8]) {
-#if __has_builtin(__builtin_shufflevector)
-  V8 y[8];
-  for (int i = 0; i < 8; i += 2) {
-    y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4)
-    for (int k = 0; k < 2; ++k) {
-      x[i + 2 * k] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
-      x[i + 2 * k + 1] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  for (int i = 0; i < 4; ++i) {
-    y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  for (int i = 0; i < 8; ++i) x[i] = y[i];
-#else
-  for (int i = 0; i < 8; ++i)
-    for (int k = 0; k < i; ++k) {
-      const float kept = x[i][k];
-      x[i][k] = x[k][i];
-      x[k][i] = kept;
-    }
-#endif
 }
 
 // Rows of width numbers times a factor each, as a column: number d of row i at out[d * C + i]. Calls them by ``rows(i)``; i < count <= C.
@@ -182,23 +80,6 @@ inline V horner_derivative(V x, const float* c, int n) {
   V out = V{};
   for (int k = n - 1; k >= 1; --k) out = out * x + c[k] * k;
   return out;
-}
-
-// 2^x to two units in the last place; below -126 the least normal number
-inline V exp2(V x) {
-  const V low = least(most(x, spread(-126.f)), spread(127.f));
-  const V shifted = low + 12582912.f;  // 1.5 * 2^23: rounds to the nearest whole number
-  const V f = low - (shifted - 12582912.f);
-  V p = spread(1.5403530393e-4f);
-  p = p * f + 1.3333558146e-3f;
-  p = p * f + 9.6181291076e-3f;
-  p = p * f + 5.5504108665e-2f;
-  p = p * f + 2.4022650696e-1f;
-  p = p * f + 6.9314718056e-1f;
-  p = p * f + 1.f;
-  const I whole = __builtin_convertvector(shifted - 12582912.f, I);
-  const I bits = (whole + 127) << 23;
-  return p * reinterpret_cast<const V&>(bits);
 }
 
 inline V value(V x, const float* c, int n) { (void)c; (void)n; return ZONAL_VALUE; }
@@ -301,8 +182,6 @@ namespace {
 
 enum Anchor { ROW = 0, COUNT = 1, RAW = 2 };
 
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float UNIT = ZONAL_LOG && !ZONAL_MAP ? LOG2E : 1.f;  // of scores: in log space to base 2, but where a map takes them first
 
 // A weight that backward makes again from its logarithm, base 2. Of a row that was divided by its sum none exceeds 1, but for the rounding of large logarithms.
@@ -464,8 +343,9 @@ struct Reach {  // the keys that any of several columns sees
   }
 };
 
-// scores x, y of N keys from place s on through the link (in log space through its map), its mask and the column's sums, into weights (N, C)
-template <int N>
+// scores x, y of N keys from place s on through the link (in log space through its map), its mask and the column's sums, into weights (N, C).
+// SUMS: the column's mass is summed up here; otherwise weights are rounded first, and a row's sum is of the rounded ones.
+template <bool SUMS, int N>
 INLINE void record(const Call& c, const float* coefficients, const Sight& sight, int32_t s, V (&x)[N], V (&y)[N], float* weights, Column& column) {
   const V nothing = ZONAL_LOG ? spread(NONE) : V{};
   values<N>(x, y, coefficients, static_cast<int>(c.numbers));
@@ -484,9 +364,11 @@ INLINE void record(const Call& c, const float* coefficients, const Sight& sight,
 #if ZONAL_LOG
     column.top[0] = most(column.top[0], x[r]);
     column.top[1] = most(column.top[1], y[r]);
-#elif !ZONAL_ROUNDED
-    column.mass[0] += x[r];
-    column.mass[1] += y[r];
+#else
+    if (SUMS) {
+      column.mass[0] += x[r];
+      column.mass[1] += y[r];
+    }
 #endif
     store(weights + r * C, x[r]);
     store(weights + r * C + L, y[r]);
@@ -494,7 +376,8 @@ INLINE void record(const Call& c, const float* coefficients, const Sight& sight,
 }
 
 #if ZONAL_LOG
-// scores into weights relative to the running maximum, which has just become column.top
+// scores into weights relative to the running maximum, which has just become column.top; SUMS: as of ``record``
+template <bool SUMS>
 void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* weights, float* out, Column& column) {
   const V none = spread(NONE);
   for (int j = 0; j < 2; ++j) {
@@ -507,7 +390,7 @@ void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* 
     for (int64_t s = 0; s < keys; ++s) {
       const V x = load(weights + s * C + j * L);
       const V w = x == none ? V{} : exp2(x - safe);  // NaN stays
-      if (!ZONAL_ROUNDED) column.mass[j] += w;
+      if (SUMS) column.mass[j] += w;
       store(weights + s * C + j * L, w);
     }
   }

@@ -5,8 +5,6 @@
 // The state of a key head (features x W) goes through the first cache strip by strip. Features stand in the order of
 // features.SymmetricPowers, which is that of memories, so that they are made by products of neighbours alone.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 namespace {

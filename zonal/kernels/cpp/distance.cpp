@@ -14,10 +14,10 @@
 
 namespace {
 
-constexpr int R = 6;                    // rows of a register tile
-constexpr int PAIRS = L == 16 ? 6 : 2;  // rows of one that holds what it subtracts from as well
-constexpr int KEYS = 96;                // keys of a block, a multiple of R
-constexpr int SPAN = 64;                // queries of a block, backward
+constexpr int ROWS = 6;                                  // keys of a register tile of distances
+constexpr int PULLED = ZONAL_REGISTERS == 32 ? 6 : 2;  // rows of one that holds what it subtracts from as well
+constexpr int KEYS = 96;                               // keys of a block, a multiple of ROWS
+constexpr int SPAN = 64;                               // queries of a block, backward
 
 // ---- forward -------------------------------------------------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ APART void weigh(const Work& w, const Head<float>& at, const Keys& keys, const S
     x[r] *= LOG2E;
     y[r] *= LOG2E;
   }
-  record<N>(c, at.coefficients, sight, s, x, y, weights, sums);
+  record<true, N>(c, at.coefficients, sight, s, x, y, weights, sums);
 }
 
 void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const Shared& shared, Scratch& scratch) {
@@ -68,15 +68,12 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
       if (s0 >= s1) continue;
       const V before[2] = {sums[i].top[0], sums[i].top[1]};
       float* y = out + i * C * c.P;
-      for (int32_t s = s0; s < s1; s += R)
-        with_rows<R>(std::min<int>(R, s1 - s), [&](auto n) {
+      for (int32_t s = s0; s < s1; s += ROWS)
+        with_rows<ROWS>(std::min<int>(ROWS, s1 - s), [&](auto n) {
           weigh<decltype(n)::value>(w, at, keys, sights[i], queries[i], s, weights + (s - s0) * C, sums[i]);
         });
-      exponentials(before, s1 - s0, c.P, weights, y, sums[i]);
-      for (int64_t p = 0; p < c.P; p += R)
-        with_rows<R>(std::min<int64_t>(R, c.P - p), [&](auto n) {
-          numbers_by_columns<decltype(n)::value>(at.v + p, at.v_step, at.index + s0, weights, C, s1 - s0, y + p * C);
-        });
+      exponentials<true>(before, s1 - s0, c.P, weights, y, sums[i]);
+      columns_by_columns(RowsAt<float, true>{at.v, at.v_step, at.index + s0}, c.P, weights, C, s1 - s0, y);
     }
   finish<float>(c, at.lo, at.hi, b, h, t0, t1, sums, out);
 }
@@ -189,7 +186,7 @@ APART void gradients(
   const int found = measure<N>(w, at, keys, column, s, gap, close);
   const float* rows[N];
   EACH_ROW rows[r] = at.v + at.index[s + r] * at.v_step;
-  products_apart<N>(rows, block.dy_columns + band * C * c.P, C, c.P, changed);
+  rows_by_columns<N>(rows, block.dy_columns + band * C * c.P, C, c.P, changed);
   V x[2][N];
   const Kept kept{d, along, straight, bent};
   sum_up<N>(w, at, keys, column, s, gap, &kept, x[0], x[1]);
@@ -283,25 +280,25 @@ void backward_block(const Work& w, const Head<float>& at, int64_t b, int64_t h, 
           std::memset(block.weights + (s - s0) * SPAN + i * C, 0, sizeof(float) * C);
           for (int64_t f = 0; f < count; ++f) std::memset(block.grads + (f * KEYS + s - s0) * SPAN + i * C, 0, sizeof(float) * C);
         }
-      for (int32_t s = begin; s < end; s += R)
-        with_rows<R>(std::min<int>(R, end - s), [&](auto n) {
+      for (int32_t s = begin; s < end; s += ROWS)
+        with_rows<ROWS>(std::min<int>(ROWS, end - s), [&](auto n) {
           gradients<decltype(n)::value>(w, at, keys, sights[i], block, i, s, (s - s0) * SPAN + i * C, part.dk, dc == nullptr ? nullptr : partial);
         });
       for (int64_t f = 0; f < count && begin < end; ++f) {
         const Term& term = w.asked.terms[f];
-        for (int64_t d = 0; d < term.size; d += PAIRS)
-          with_rows<PAIRS>(std::min<int64_t>(PAIRS, term.size - d), [&](auto n) {
+        for (int64_t d = 0; d < term.size; d += PULLED)
+          with_rows<PULLED>(std::min<int64_t>(PULLED, term.size - d), [&](auto n) {
             const int64_t place = w.at[f] + d;
             const float *own = term.kind == PRODUCT ? nullptr : block.queries[i].parts + place * C, *grads = block.grads + (f * KEYS + begin - s0) * SPAN + i * C;
             pull_queries<decltype(n)::value>(own, keys.rows + place, w.width, at.index + begin, grads, end - begin, block.dq + (i * w.width + place) * C);
           });
       }
     }
-    outer<R, SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, part.dv);
+    add_outer<SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, part.dv);
     for (int64_t f = 0; f < count; ++f) {
       const Term& term = w.asked.terms[f];
-      for (int32_t s = s0; s < s1; s += PAIRS)
-        with_rows<PAIRS>(std::min<int>(PAIRS, s1 - s), [&](auto n) {
+      for (int32_t s = s0; s < s1; s += PULLED)
+        with_rows<PULLED>(std::min<int>(PULLED, s1 - s), [&](auto n) {
           constexpr int N = decltype(n)::value;
           float sums[N * C];
           for (int64_t d = 0; d < term.size; d += C) {

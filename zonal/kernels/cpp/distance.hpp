@@ -3,15 +3,8 @@
 // Directions are rounded: where two agree to some 0.03, or are opposite to some 0.2, their gap is taken from the raw points in double, pair by pair.
 // These are few, but for points on a line; backward gets a list of them, and takes their gradients from the raw points as well.
 
-#ifndef ZONAL_LANES
-#define ZONAL_LANES 8
-#endif
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 #include "products.hpp"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -122,45 +115,11 @@ void finish_part(const Term& term, const Note& note, const float* x, const float
 
 // ---- functions -----------------------------------------------------------------------------------------------------------------------------
 
-inline V inverse_root(V x) {  // of a normal number
-#if ZONAL_LANES == 16 && defined(__AVX512F__)
-  const V y = (V)_mm512_maskz_rsqrt14_ps(0xffff, (__m512)x);
-#elif ZONAL_LANES == 8 && defined(__AVX2__)
-  const V y = (V)_mm256_rsqrt_ps((__m256)x);
-#else
-  return 1.f / root(x);
-#endif
-#ifdef __AVX2__
-  return y * (1.5f - 0.5f * x * y * y);
-#endif
-}
-
-inline bool any(I mask) {
-  int32_t found = 0;
-  for (int i = 0; i < L; ++i) found |= mask[i];
-  return found != 0;
-}
-
-template <int N>
-INLINE V polynomial(V x, const float (&c)[N]) {
-  V out = spread(c[N - 1]);
-#pragma GCC unroll 16
-  for (int k = N - 2; k >= 0; --k) out = out * x + c[k];
-  return out;
-}
-
 constexpr float ASIN[] = {1.f, 1.666660162e-1f, 7.503296518e-2f, 4.400412778e-2f, 3.650977654e-2f, -1.001800296e-2f, 1.145460045e-1f, -1.447772836e-1f, 1.283731246e-1f};
 constexpr float ASINH[] = {1.f, -1.666663402e-1f, 7.498430582e-2f, -4.436385282e-2f, 2.808537599e-2f, -1.311456426e-2f};
 constexpr float SINH[] = {1.f, 1.666666643e-1f, 8.333352593e-3f, 1.983581245e-4f, 2.818523940e-6f};
-constexpr float LOGARITHM[] = {-4.999999764e-1f, 3.333332536e-1f, -2.500077871e-1f, 2.000163589e-1f, -1.662709284e-1f, 1.419615381e-1f, -1.311405156e-1f, 1.277728426e-1f, -7.777937797e-2f};
 constexpr float SINE[] = {1.f, -1.666665461e-1f, 8.332160873e-3f, -1.951529589e-4f};
 constexpr float COSINE[] = {1.f, -0.5f, 4.166664568e-2f, -1.388731625e-3f, 2.443315711e-5f};
-
-inline V logarithm(V x) {  // of a normal number
-  const I bits = reinterpret_cast<const I&>(x), power = (bits - 0x3f3504f3) >> 23, rest = bits - (power << 23);
-  const V f = reinterpret_cast<const V&>(rest) - 1.f;
-  return f + (f * f * polynomial(f, LOGARITHM) + LN2 * __builtin_convertvector(power, V));
-}
 
 // cosine and sine of x >= 0, to rounding of x (up to 1e5; what is further has faded)
 inline void circular(V x, V& cosine, V& sine) {
@@ -298,7 +257,7 @@ int measure(const Work& w, const Head<float>& at, const Keys& keys, const Querie
     EACH_ROW rows[r] = keys.rows + at.index[s + r] * w.width + w.at[f];
     const float* parts = column.parts + w.at[f] * C;
     if (term.kind == PRODUCT) {
-      products_apart<N>(rows, parts, C, term.size, gap);
+      rows_by_columns<N>(rows, parts, C, term.size, gap);
       continue;
     }
     gaps<N>(rows, parts, term.size, gap);

@@ -6,8 +6,6 @@
 // Both are bound by memory, so that nothing between input and output is ever written: backward makes it again. Tokens go in ranges of
 // RANGE, whatever the number of threads: sums over tokens are made range by range and added up in order.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 #include <vector>

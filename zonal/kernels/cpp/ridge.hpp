@@ -1,7 +1,5 @@
 // What the passes of ridge.cpp are made of: the call, products of small matrices, elimination, and who sees what in a task.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 #include <vector>
@@ -59,8 +57,8 @@ struct Lane<double> {
   using Vector = V4;
   static constexpr int count = 4;
 };
-INLINE V8 all(float x) { return V8{x, x, x, x, x, x, x, x}; }  // V8{} + x is an addition more
-INLINE V4 all(double x) { return V4{x, x, x, x}; }
+INLINE V8 all(float x) { return x - V8{}; }  // as of ``spread``
+INLINE V4 all(double x) { return x - V4{}; }
 template <typename F>
 INLINE typename Lane<F>::Vector& at(F* p) { return *reinterpret_cast<typename Lane<F>::Vector*>(p); }
 template <typename F>
@@ -94,15 +92,12 @@ APART void tile(const F* a, int64_t a_step, const F* b, int64_t b_step, int64_t 
   }
 }
 
-// Where the processor has vectors of 512 bits, four rows of floats meet up to eight vectors of a row of b at once, in pairs, or eight rows up to three: with
-// fewer sums than that each waits for its last one.
-#if defined(__AVX2__) && defined(__GNUC__)
-#define ZONAL_PAIRS 1
-const bool PAIRS = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
+// With vectors of sixteen floats, four rows of floats meet up to eight vectors of a row of b at once, in pairs, or eight
+// rows up to three: with fewer sums than that each waits for its last one.
 typedef float V16 __attribute__((vector_size(64), aligned(4), may_alias));
 
 template <Into INTO, bool ACROSS, int N, int W>
-__attribute__((noinline, target("avx512f,avx512vl"))) void tile_in_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t inner, float* out, int64_t out_step) {
+APART void tile_in_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t inner, float* out, int64_t out_step) {
   constexpr int M = W / 2;
   V16 sums[N][M + 1] = {};
   V8 rest[N] = {};
@@ -110,12 +105,11 @@ __attribute__((noinline, target("avx512f,avx512vl"))) void tile_in_pairs(const f
     V16 row[M + 1];
     V8 last;
     _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) row[w] = *reinterpret_cast<const V16*>(b + 16 * w);
-    if (W % 2) last = *reinterpret_cast<const V8*>(b + 16 * M);
+    if (W % 2) last = load8(b + 16 * M);
     EACH_ROW {
       const float x = ACROSS ? a[r] : a[r * a_step];
-      const V16 number = V16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-      _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) sums[r][w] += number * row[w];
-      if (W % 2) rest[r] += V8{x, x, x, x, x, x, x, x} * last;
+      _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) sums[r][w] += (x - V16{}) * row[w];
+      if (W % 2) rest[r] += all(x) * last;
     }
     a += ACROSS ? a_step : 1;
     b += b_step;
@@ -132,7 +126,9 @@ __attribute__((noinline, target("avx512f,avx512vl"))) void tile_in_pairs(const f
     }
   }
 }
-#endif
+
+template <typename F>
+constexpr bool IN_PAIRS = L == 16 && sizeof(F) == sizeof(float);
 
 struct Range {  // what a few rows of a product need: terms [k0, k1), columns [c0, c1), both whole vectors
   int64_t k0, k1, c0, c1;
@@ -143,9 +139,8 @@ template <Into INTO, bool ACROSS, typename F, typename R>
 INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64_t b_step, F* out, int64_t out_step, const R& range) {
   constexpr int l = Lane<F>::count;
   for (int64_t i = 0, count; i < rows; i += count) {
-#ifdef ZONAL_PAIRS
-    if constexpr (sizeof(F) == sizeof(float)) {
-      if (PAIRS && rows - i >= 8) {
+    if constexpr (IN_PAIRS<F>) {
+      if (rows - i >= 8) {
         const Range need = range(i, i + 8);
         if (need.c1 - need.c0 <= 3 * l) {
           count = 8;
@@ -155,13 +150,11 @@ INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64
         }
       }
     }
-#endif
     count = std::min<int64_t>(4, rows - i);
     const Range need = range(i, i + count);
     const F* from = ACROSS ? a + need.k0 * a_step + i : a + i * a_step + need.k0;
-#ifdef ZONAL_PAIRS
-    if constexpr (sizeof(F) == sizeof(float)) {
-      if (PAIRS && count == 4) {
+    if constexpr (IN_PAIRS<F>) {
+      if (count == 4) {
         for (int64_t c = need.c0; c < need.c1;)
           with_rows<8>((need.c1 - c) / l, [&](auto w) {
             constexpr int W = decltype(w)::value;
@@ -171,7 +164,6 @@ INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64
         continue;
       }
     }
-#endif
     with_rows<4>(count, [&](auto n) {
       constexpr int N = decltype(n)::value;
       for (int64_t c = need.c0; c < need.c1;) {

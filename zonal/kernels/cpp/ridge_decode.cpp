@@ -5,8 +5,6 @@
 // To write four matrices at each token takes several times as long as to read what is needed of them. So the last few tokens stay beside the
 // sums, a row [z, v, g] each: a read-out goes through both, and only every so often the rows are added to the sums.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 namespace {

@@ -7,8 +7,6 @@
 // Scores are dot products, or minus a weighted sum of distances, one a factor, on parts of a point. Distances come from sums of squared
 // differences, not from products: near points lose no digits in float32.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 #include <memory>
@@ -54,63 +52,31 @@ constexpr int64_t CODES = 1 << 16;
 constexpr int64_t CHUNK = 256;  // queries of a task, forward
 constexpr int64_t BLOCK = 32;   // tokens that are hashed together
 
-inline V choose(I mask, V a, V b) { return reinterpret_cast<V>((mask & reinterpret_cast<I&>(a)) | (~mask & reinterpret_cast<I&>(b))); }
-inline V roots(V x) {
-#ifdef __AVX__
-  return reinterpret_cast<V>(__builtin_ia32_sqrtps256(reinterpret_cast<__attribute__((vector_size(32))) float&>(x)));
-#else
-  return root(x);
-#endif
-}
-
-// ln x of normal x > 0 to two units in the last place (Cephes)
-inline V ln(V x) {
-  const I bits = reinterpret_cast<I&>(x);
-  I power = ((bits >> 23) & 255) - 126;
-  const I mantissa = (bits & 0x007fffff) | 0x3f000000;
-  V m = reinterpret_cast<const V&>(mantissa);
-  const I low = m < 0.70710678f;
-  power += low;  // all ones are -1
-  m = choose(low, m + m, m) - 1.f;
-  const V e = __builtin_convertvector(power, V), z = m * m;
-  V p = spread(7.0376836292e-2f);
-  p = p * m - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
-  V y = p * m * z - 2.12194440e-4f * e - 0.5f * z;
-  return m + y + 0.693359375f * e;
-}
-
 // ln(1 + x) of x >= 0: what 1 + x loses is put back by its own derivative
 inline V ln1p(V x) {
   const V u = x + 1.f;
-  return ln(u) + (x - (u - 1.f)) / u;
+  return logarithm(u) + (x - (u - 1.f)) / u;
 }
 
 // atan(y / x) of y, x > 0
 inline V angle(V y, V x) {
   const I steep = y > x;
-  const V small = choose(steep, x, y), large = choose(steep, y, x);
+  const V small = steep ? x : y, large = steep ? y : x;
   const I wide = small > 0.41421356f * large;  // tan(pi / 8)
-  const V t = choose(wide, small - large, small) / choose(wide, small + large, large), z = t * t;
+  const V t = (wide ? small - large : small) / (wide ? small + large : large), z = t * t;
   V p = spread(8.05374449538e-2f);
   p = p * z - 1.38776856032e-1f;
   p = p * z + 1.99777106478e-1f;
   p = p * z - 3.33329491539e-1f;
-  V a = p * z * t + t + choose(wide, spread(0.785398163397f), V{});
-  return choose(steep, 1.57079632679f - a, a);
+  const V a = p * z * t + t + (wide ? spread(0.785398163397f) : V{});
+  return steep ? 1.57079632679f - a : a;
 }
 
 inline V sinh(V x) {
   const V z = x * x;
   const V series = x + x * z * (1.f / 6 + z * (1.f / 120 + z * (1.f / 5040)));
   const V grown = exp2(x * LOG2E), far = 0.5f * (grown - 1.f / grown);
-  return choose((z < 0.5f), series, far);
+  return z < 0.5f ? series : far;
 }
 
 // A distance and its derivative by the squared gap, or for hyperbolic space by delta.
@@ -125,21 +91,23 @@ inline float by_eps(int64_t kind, float eps) { return kind == SPHERE ? 2.f * std
 inline Distance distance(int64_t kind, float eps, float own, V gap, float a, float sinh_a, V b, V sinh_b) {
   if (kind == SQUARED) return {gap, spread(1.f), gap};
   if (kind == EUCLIDEAN) {
-    const V r = roots(gap + eps * eps);
+    const V r = root(gap + eps * eps);
     return {r - eps, 0.5f / r, gap};
   }
   if (kind == SPHERE) {
     const V g = gap + (a + b);  // a missing direction is at a right angle to all
-    const V near = roots(g + eps * eps), far = roots(most(4.f - g, V{}) + eps * eps);
+    const V near = root(g + eps * eps), far = root(most(4.f - g, V{}) + eps * eps);
     return {2.f * angle(near, far) - own, 1.f / (near * far), g};
   }
   const V half = sinh(0.5f * (a - b)), delta = half * half + sinh_a * sinh_b * gap * 0.25f + 0.25f * eps * eps;
-  const V r = roots(delta), one = roots(1.f + delta);
+  const V r = root(delta), one = root(1.f + delta);
   return {2.f * ln1p(r + delta / (1.f + one)) - own, 1.f / (r * one), delta};
 }
 
 // the sum of each of eight rows, in less than turning them into columns takes
-INLINE V8 totals(V8 (&x)[8]) {
+INLINE V8 totals(const V (&rows)[8]) {
+  V8 x[8];
+  for (int i = 0; i < 8; ++i) x[i] = as_eight(rows[i]);
 #if __has_builtin(__builtin_shufflevector)
   V8 y[4], z[2];
   for (int i = 0; i < 4; ++i)
@@ -170,13 +138,13 @@ INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* 
       }
     }
   }
-  V total = totals(x);
+  V8 total = totals(x);
   for (; i < n; ++i) {
-    V rest;
+    V8 rest;
     for (int r = 0; r < 8; ++r) rest[r] = GAP ? (q[i] - k[r][i]) * (q[i] - k[r][i]) : q[i] * k[r][i];
     total += rest;
   }
-  store(out, total);
+  put8(out, total);
 }
 
 // A thread's room, and the candidates of the query at hand.
@@ -330,7 +298,7 @@ float least_kept(const float* x, int64_t n, int64_t top, float low, float high) 
       V found = spread(high);
       for (int64_t i = 0; i < n; i += L) {
         const V a = load(x + i);
-        found = choose((a >= middle) & (a < found), a, found);
+        found = ((a >= middle) & (a < found)) ? a : found;
       }
       return *std::min_element(&found[0], &found[0] + L);
     }
@@ -401,7 +369,7 @@ void row_forward(const Sparse& c, Room& room, int64_t b, int64_t h, int64_t t) {
   V mass = V{};
   for (int64_t i = kept; i < up(kept, L); ++i) score[i] = NONE;
   for (int64_t i = 0; i < kept; i += L) {
-    const V w = choose(load(score + i) > NONE, exp2((load(score + i) - high) * LOG2E), V{});
+    const V w = load(score + i) > NONE ? exp2((load(score + i) - high) * LOG2E) : V{};
     store(score + i, w);
     mass += w;
   }
@@ -488,10 +456,7 @@ inline uint32_t mixed(uint32_t code) { return code * 0x9E3779B1u; }
 // which of at most sixteen numbers are positive, a bit each; reads sixteen
 inline uint32_t signs(const float* x, int64_t n) {
 #ifdef __AVX__
-  const auto eight = [](const float* p) {
-    const I positive = load(p) > 0.f;
-    return static_cast<uint32_t>(__builtin_ia32_movmskps256(reinterpret_cast<const __attribute__((vector_size(32))) float&>(positive)));
-  };
+  const auto eight = [](const float* p) { return static_cast<uint32_t>(_mm256_movemask_ps((__m256)(load8(p) > 0.f))); };
   return (eight(x) | (n > 8 ? eight(x + 8) << 8 : 0)) & ((1u << n) - 1);
 #else
   uint32_t bits = 0;

@@ -78,7 +78,7 @@ void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         features<true>(c, at.queries + (g * PER + i) * c.low * C, at.weights + g * c.F, a0, a1, at.strip);
-        columns_by_columns(state, task.width, task.width, at.strip, C, a1 - a0, at.out + (g * PER + i) * task.width * C);
+        columns_by_columns(rows_at(state, task.width), task.width, at.strip, C, a1 - a0, at.out + (g * PER + i) * task.width * C);
       }
   }
 }
@@ -86,7 +86,7 @@ void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
 // columns_by_columns for a block of keys, summed up by itself first: thousands of keys that are alike would round alike, one after the other
 void block_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t keys, float* near, float* sums) {
   std::memset(near, 0, sizeof(float) * width * C);
-  columns_by_columns(a, stride, width, cols, C, keys, near);
+  columns_by_columns(rows_at(a, stride), width, cols, C, keys, near);
   for (int64_t i = 0; i < width * C; i += L) store(sums + i, load(sums + i) + load(near + i));
 }
 
@@ -301,7 +301,12 @@ void pack_gradients(const Task& task, const Span& span, bool forwards, Backward&
 // out (a1 - a0, C) = a strip of a state against a column (width, C)
 void slope(const Task& task, const float* strip, int64_t features, const float* column, float* out) {
   for (int64_t a = 0; a < features; a += R)
-    with_rows<R>(features - a, [&](auto n) { rows_by_columns<decltype(n)::value>(strip + a * task.width, task.width, column, C, task.width, out + a * C, C); });
+    with_rows<R>(features - a, [&](auto n) {
+      constexpr int N = decltype(n)::value;
+      const float* rows[N];
+      EACH_ROW rows[r] = strip + (a + r) * task.width;
+      rows_by_columns<N>(rows, column, C, task.width, out + a * C);
+    });
 }
 
 // forwards: keys [s0, s1) into the state, then the gradient that queries get from there
@@ -334,8 +339,13 @@ inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const flo
   const int numbers = static_cast<int>(c.numbers);
   (void)numbers;
   float scored[N * C], changed[N * C];
-  rows_by_columns<N>(rows, c.D, column, C, c.D, scored, C);
-  rows_by_columns<N>(values, task.step, du, C, task.width, changed, C);
+  const float *key[N], *value_row[N];
+  EACH_ROW {
+    key[r] = rows + r * c.D;
+    value_row[r] = values + r * task.step;
+  }
+  rows_by_columns<N>(key, column, C, c.D, scored);
+  rows_by_columns<N>(value_row, du, C, task.width, changed);
   EACH_ROW
     for (int j = 0; j < 2; ++j) {
       const V score = in_domain(load(scored + r * C + j * L));
@@ -453,7 +463,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
       slope(task, state, a1 - a0, more.value_columns + i * task.width * C, at.strip);
       pull(c, column, nullptr, at.strip, a0, a1, at.out + i * c.low * C);
       features<false>(c, column, nullptr, a0, a1, made);
-      columns_by_columns(state, task.width, kept, made, C, a1 - a0, more.dvalues + i * kept * C);
+      columns_by_columns(rows_at(state, task.width), kept, made, C, a1 - a0, more.dvalues + i * kept * C);
     }
   }
   for (int64_t i = 0; i < columns; ++i) pull_low(c, at.keys + i * c.low * C, at.out + i * c.low * C);

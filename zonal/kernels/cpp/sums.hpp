@@ -1,8 +1,7 @@
 // What the passes of sums.cpp are made of: the call, its blocks, packing, products, the state of features, and weights between neighbours.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
 #include "common.hpp"
+#include "products.hpp"
 
 #include <vector>
 
@@ -12,7 +11,6 @@
 
 namespace {
 
-constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 columns and a broadcast are 15 of 16 registers
 constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
 constexpr int PER = BLOCK / C;        // columns of a block
 constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
@@ -232,60 +230,7 @@ void turn(const float* rows, int64_t step, int64_t tokens, int64_t width, float*
 
 // ---- products ----------------------------------------------------------------------------------------------------------------------------
 
-// sums (N rows of C) += a[i][r] * cols[i] over i < inner: N neighbouring numbers of each row against that row's column
-template <int N>
-APART void numbers_by_columns(const float* a, int64_t stride, const float* cols, int64_t step, int64_t inner, float* sums) {
-  V x[N], y[N];
-  EACH_ROW {
-    x[r] = load(sums + r * C);
-    y[r] = load(sums + r * C + L);
-  }
-  for (int64_t i = 0; i < inner; ++i) {
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(a[r]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    a += stride;
-    cols += step;
-  }
-  EACH_ROW {
-    store(sums + r * C, x[r]);
-    store(sums + r * C + L, y[r]);
-  }
-}
-
-// the columns of a (inner, width) against columns (inner, C), added to sums (width, C)
-void columns_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t step, int64_t inner, float* sums) {
-  const int64_t tiles = (width + R - 1) / R;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t p = tile * width / tiles, rows = (tile + 1) * width / tiles - p;
-    with_rows<R>(rows, [&](auto n) { numbers_by_columns<decltype(n)::value>(a + p, stride, cols, step, inner, sums + p * C); });
-  }
-}
-
-// out (N rows of C) = rows (N, inner) against columns (inner, C)
-template <int N>
-APART void rows_by_columns(const float* rows, int64_t stride, const float* cols, int64_t step, int64_t inner, float* out, int64_t out_step) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  const float* at[N];
-  EACH_ROW at[r] = rows + r * stride;
-  for (int64_t i = 0; i < inner; ++i) {
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(at[r][i]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    cols += step;
-  }
-  EACH_ROW {
-    store(out + r * out_step, x[r]);
-    store(out + r * out_step + L, y[r]);
-  }
-}
+inline RowsAt<float, false> rows_at(const float* rows, int64_t step) { return {rows, step, nullptr}; }
 
 // sum += x, where ``lost`` keeps what rounding took from earlier additions (Kahan)
 template <typename X>
@@ -549,19 +494,10 @@ inline V left_of(const Lanes& lanes, int j, Mark mark) {
 // weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
 template <int N>
 APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
+  V x[N] = {}, y[N] = {};
   const float* at[N];
   EACH_ROW at[r] = rows + r * c.D;
-  for (int64_t d = 0; d < c.D; ++d) {
-    const V first = load(column), second = load(column + L);
-    EACH_ROW {
-      const V number = spread(at[r][d]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    column += C;
-  }
+  add_rows<N>(at, column, C, c.D, x, y);
   EACH_ROW {
     x[r] = in_domain(x[r]);
     y[r] = in_domain(y[r]);

@@ -1,0 +1,14 @@
+"""Instruction sets that only tests compile for: the code of wide vectors, on processors that have none.
+
+ZONAL_TEST_SET=wide (or pairs) runs any test with such kernels; conftest.py puts the set in. They are not optimised: a
+compiler takes a minute to fit tiles of thirty-two registers into sixteen.
+"""
+
+from zonal.kernels.build import SETS, InstructionSet
+
+_AVX2 = next(isa for isa in SETS if isa.name == "avx2")
+_WIDE = (*_AVX2.flags, "-O0", "-DZONAL_LANES=16", "-DZONAL_REGISTERS=32")
+TEST_SETS = {
+    "wide": (InstructionSet("wide", "sixteen lanes", _WIDE, _AVX2.needs, 16),),
+    "pairs": (InstructionSet("pairs", "pairs", (*_WIDE, "-DZONAL_PAIRS=1"), _AVX2.needs, 16, pairs=True), _AVX2),
+}

@@ -1,0 +1,173 @@
+"""Which instruction set the CPU kernels use: what the processor has, what is asked for, and what is fastest.
+
+The sets are ``zonal.kernels.build.SETS``. Where a processor has several, each family of kernels is timed once with each
+of them, for each type, and the fastest is kept in the folder ``machine`` of the cache. ZONAL_ISA names a set to use
+instead, such as ``avx2``.
+"""
+
+import contextlib
+import functools
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zonal import store
+from zonal.cache import cache_folder
+from zonal.errors import FileFormatError, FileWriteError
+from zonal.formula import Formula
+from zonal.kernels import build as recipe
+from zonal.kernels.build import SETS, InstructionSet
+
+VARIABLE = "ZONAL_ISA"
+Trial = Callable[[Formula, torch.dtype], object]
+"""Runs a call of a kernel with a link, in a type."""
+SCHEMA = 1
+_ROUNDS = 5
+
+
+@functools.lru_cache(maxsize=1)
+def features() -> frozenset[str]:
+    """What the processor and the operating system report, in the words of Linux; torch knows some of them elsewhere."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if line.startswith("flags"):
+                    return frozenset(line.split(":", 1)[1].split())
+    known = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability())
+    return next((isa.needs for isa in SETS if isa.name == known), frozenset())
+
+
+@functools.lru_cache(maxsize=1)
+def processor() -> str:
+    """The name of the processor."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Warn once in a process."""
+    warnings.warn(text, stacklevel=3)
+
+
+def usable(source: str, dtype: torch.dtype = torch.float32) -> tuple[list[InstructionSet], bool]:
+    """(The sets of this processor for a source and a type, the highest first; whether ZONAL_ISA asks for the first.)
+
+    If ZONAL_ISA names a set that is unknown or missing, that is said once, and the next lower one is used.
+    """
+    sets = [isa for isa in SETS if isa.compiles(source) and (dtype == torch.bfloat16 or not isa.pairs)]
+    able = [isa for isa in sets if isa.needs <= features()]
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        return able, False
+    rank = {isa.name: place for place, isa in enumerate(SETS)}
+    if asked not in rank:
+        say(f"zonal: {VARIABLE}={asked} names no instruction set; {able[0].name} is used. Known are {', '.join(rank)}.")
+        return able, False
+    lower = [isa for isa in able if rank[isa.name] >= rank[asked]]
+    lacks = SETS[rank[asked]].needs - features()
+    if lacks:
+        say(
+            f"zonal: {VARIABLE}={asked} asks for what this processor does not report ({', '.join(sorted(lacks))}); "
+            f"{lower[0].name} is used."
+        )
+    return lower, True
+
+
+trying: ContextVar[InstructionSet | None] = ContextVar("trying", default=None)
+"""The set that is being timed."""
+measured: ContextVar[bool] = ContextVar("measured", default=True)
+"""Whether the fastest set is used; otherwise the highest one, which is the same on all processors of a kind."""
+
+
+def fastest(
+    source: str, candidates: Sequence[InstructionSet], trial: Trial, code: Formula, dtype: torch.dtype
+) -> InstructionSet:
+    """The fastest of some sets by ``trial``, as it is kept, or timed now and kept. A single one is not timed.
+
+    The first process to finish wins, so that all of them use the same set.
+    """
+    names = [isa.name for isa in candidates]
+    if len(names) == 1:
+        return candidates[0]
+    key = " ".join([source, str(dtype).removeprefix("torch."), *names])
+    path = _path()
+    found = _read(path).get(key)
+    if found not in names:
+        times = seconds(candidates, lambda: trial(code, dtype))
+        found = min(times, key=lambda isa: times[isa]).name
+        with contextlib.suppress(OSError, FileWriteError), recipe.alone(path):  # what cannot be kept is timed again
+            there = _read(path)
+            if there.get(key) not in names:
+                store.write_json(path, {"schema": SCHEMA, "processor": processor(), "sets": {**there, key: found}})
+            found = _read(path).get(key, found)
+    return candidates[names.index(found)]
+
+
+def shown(source: str, dtype: torch.dtype) -> InstructionSet:
+    """The set that calls of a type use, as far as it is known without timing."""
+    able, forced = usable(source, dtype)
+    if not forced and measured.get():
+        kept = _read(_path())
+        names = {name for key, name in kept.items() if key.startswith(f"{source} {str(dtype).removeprefix('torch.')} ")}
+        able = [isa for isa in able if isa.name in names] or able
+    return able[0]
+
+
+def _path() -> Path:
+    return cache_folder() / "machine" / "instruction-sets.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file keeps of this processor, by key."""
+    try:
+        read = store.read_json(path)
+    except FileFormatError:
+        return {}
+    good = isinstance(read, dict) and read.get("schema") == SCHEMA and read.get("processor") == processor()
+    return read["sets"] if good and isinstance(read.get("sets"), dict) else {}
+
+
+def seconds(candidates: Sequence[InstructionSet], run: Callable[[], object]) -> dict[InstructionSet, float]:
+    """The least time of a run with each set, in turns, as other load only adds time."""
+    best: dict[InstructionSet, float] = {}
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
+        for turn in range(_ROUNDS + 1):  # the first one loads the library
+            for isa in candidates:
+                token = trying.set(isa)
+                try:
+                    start = time.perf_counter()
+                    run()
+                    took = time.perf_counter() - start
+                finally:
+                    trying.reset(token)
+                best[isa] = took if turn < 2 else min(best[isa], took)
+    return best
+
+
+__all__ = [
+    "VARIABLE",
+    "Trial",
+    "fastest",
+    "features",
+    "measured",
+    "processor",
+    "say",
+    "seconds",
+    "shown",
+    "trying",
+    "usable",
+]
