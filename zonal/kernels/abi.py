@@ -150,9 +150,14 @@ class Arguments:
 
     def new(self, name: str, *, zero: bool = False, dtype: torch.dtype | None = None) -> Tensor:
         """A new tensor, to which the member points. zero: the kernel adds to it."""
-        dtype = dtype or self.kind.pointers[name].dtypes[0]
-        x = (zeros if zero else empty)(*self.shape(name), dtype=dtype)
-        self.fill(name, x, dtype)
+        dtypes, _, strides = self.kind.pointers[name]
+        dtype = dtype or dtypes[0]
+        x = (torch.zeros if zero else torch.empty)(self.shape(name), dtype=dtype, device="cpu")
+        if strides:
+            self.fill(name, x, dtype)
+        else:
+            self.numbers[name] = x.data_ptr()
+            self.kept.append(x)
         return x
 
     def point_at_bytes(self, name: str, data: bytes) -> None:
