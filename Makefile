@@ -8,10 +8,10 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-aarch64 test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(STAMP)  ## the environment in .venv
 
@@ -47,6 +47,9 @@ mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must
 
 sanitize: $(STAMP)  ## the compiled CPU kernels under the address and undefined-behaviour sanitizers of g++
 	@$(BIN)/python tests/kernels/sanitize.py
+
+test-aarch64: $(STAMP)  ## the compiled CPU kernels for another kind of processor, under qemu (some minutes of one core)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/emulated.py
 
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
