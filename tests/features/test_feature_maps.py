@@ -436,7 +436,7 @@ def test_nothing_to_learn() -> None:
         (lambda: Slay(eps=-1.0), "eps must be > 0"),
         (lambda: Slay(nodes=0), "from 1 to 128 nodes"),
         (lambda: Slay(nodes=2, tolerance=0.01), "relative error of 0.97"),
-        (lambda: Slay(fusion="mean"), "fusion must be one of"),  # type: ignore[arg-type]
+        (lambda: Slay(fusion="mean"), "fusion must be 'tensor'"),  # type: ignore[arg-type]
         (lambda: Slay(fusion="shared", learn=True), "independent draws"),
         (lambda: Slay.preset("huge"), "small"),
         (lambda: PositiveRandom(0), "draws must be a whole number >= 1"),
@@ -447,7 +447,7 @@ def test_nothing_to_learn() -> None:
         (lambda: RandomMaclaurin(4, degree=7), "degree must be from 1 to 6"),
         (lambda: TensorSketch(0), "size must be a whole number >= 1"),
         (lambda: Anchors(0), "count must be a whole number >= 1"),
-        (lambda: Anchors(4, "grid"), "choice must be one of"),  # type: ignore[arg-type]
+        (lambda: Anchors(4, "grid"), "choice must be 'random'"),  # type: ignore[arg-type]
         (lambda: Nystrom(4, cutoff=0.0), "cutoff must lie between"),
         (lambda: Nystrom(4, link.SquaredAffine(learn_bias=True)), "nothing learned"),
         (lambda: LowRankSquare(0), "rank must be a whole number >= 1"),

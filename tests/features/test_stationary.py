@@ -103,7 +103,7 @@ def test_layers_draw_and_learn() -> None:
         (lambda: Stationary(4, width=0.0), "width must be > 0 or None"),
         (lambda: Stationary(4, "matern", smoothness=1.0), "smoothness must be 0.5, 1.5 or 2.5"),
         (lambda: Stationary(4, "laplacian").kernel(torch.zeros(1), 3), "no function of q . k"),
-        (lambda: m.rewa_functional(form="dense"), "form must be softmax or linear"),  # type: ignore[arg-type]
+        (lambda: m.rewa_functional(form="dense"), "form must be 'softmax' or 'linear'"),  # type: ignore[arg-type]
         (lambda: m.rewa_functional(temperature=0.0), "temperature must be > 0"),
     ],
 )

@@ -395,6 +395,8 @@ def ridge(s: Shape) -> Work:
     held += batch * s.groups * size * half
     calls = 90.0 + (18 if not outright else 0) * blocks * min(s.documents, 8) + 40 * shifts + 90 * s.keeps
     peak = held + kv * keys * rank + heads * s.queries * width
+    # the sums before the first query take in keys and values in float64
+    peak += kv * (keys - inside) * (rank * (1.0 + (shifts > 0)) + width) * 8 / s.itemsize
     if s.gradients:
         peak += (1 + shifts) * batch * (1.5 * s.groups * size * half + 2 * s.groups * size * rank + rank * width)
         calls += 200.0 + 90 * shifts

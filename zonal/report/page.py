@@ -14,7 +14,7 @@ from zonal.report.summary import METRIC_NAMES, Summary
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
 
 
-def _asset(name: str) -> bytes:
+def asset(name: str) -> bytes:
     """A file shipped beside this module."""
     return importlib.resources.files("zonal.report").joinpath("assets", name).read_bytes()
 
@@ -40,9 +40,9 @@ def rendered_html(name: str, values: Mapping[str, Any], payload: Any) -> bytes:
         .render(
             **values,
             payload=script_json(payload),
-            css=_asset("page.css").decode(),
-            script=_asset("unpack.js").decode() + _asset(f"{name}.js").decode(),
-            plotly=base64.b64encode(_asset(_PLOTLY)).decode(),
+            css=asset("page.css").decode(),
+            script=asset("unpack.js").decode() + asset(f"{name}.js").decode(),
+            plotly=base64.b64encode(asset(_PLOTLY)).decode(),
         )
     )
     return text.encode()
