@@ -56,7 +56,8 @@ def by_torch(call: Call, tokens: Tokens, before: Statistics | None, block: int |
         return _free(call, tokens, begun, dtype)
     # keys before the first query (before its chunk) are summed up at once
     base = keys - queries if call.chunk is None else (keys - queries) // call.chunk * call.chunk
-    begun = cast(Statistics, begun.extended(tokens.span(0, base)))
+    if base:
+        begun = cast(Statistics, begun.extended(tokens.span(0, base)))
     return _tied(call, tokens.span(base, keys), begun, dtype, block)
 
 
