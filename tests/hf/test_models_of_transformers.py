@@ -191,6 +191,8 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert [state.shape for state in two.hidden_states] == [(2, 14, 32)] * 3
     with pytest.raises(ArgumentError, match="go on by one"):
         made(row, position_ids=2 * torch.arange(14)[None])
+    with pytest.raises(ArgumentError, match="have no padding"):
+        made(row, position_ids=positions, attention_mask=(torch.arange(14) < 13).long()[None])
     with pytest.raises(ArgumentError, match="begin afresh and take no cache"):
         made(row, position_ids=positions, past_key_values=hf.ZonalCache())
 
@@ -203,6 +205,7 @@ def test_checkpointed_gradients_are_the_same(residual: str) -> None:
         made.zero_grad()
         if checkpointed:
             made.activation_checkpointing_enable({"use_reentrant": False})
+        assert len(made(tokens(2, 9), output_hidden_states=True).hidden_states) == 3
         made(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
         gradients.append([weight.grad.clone() for weight in made.parameters()])
     assert all(torch.allclose(*pair, atol=1e-7) for pair in zip(*gradients, strict=True))
@@ -277,7 +280,7 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
         cache.crop(-1)
     with pytest.raises(ArgumentError, match="cache_implementation is for keys and values"):
         made.generate(text, max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ArgumentError, match="causal=True is required"):
+    with pytest.raises(ArgumentError, match="a config with causal=True is required"):
         hf.ZonalForCausalLM(hf.ZonalConfig(causal=False))
     with pytest.raises(ArgumentError, match="silent_tokens"):
         hf.ZonalConfig(silent_tokens=[3])

@@ -16,7 +16,30 @@ _IMAGE_SHAPE = tuple(field.name for field in dataclasses.fields(VisionConfig))
 _SMALL = {"vocab_size": 256, "dim": 64, "layers": ["softmax"] * 2, "heads": 4, "rotary": True}
 
 
-class ZonalConfig(PreTrainedConfig):
+class ShapedConfig(PreTrainedConfig):
+    """A config that holds the shape of a model of this library as plain values, in ``model``."""
+
+    model: dict[str, Any] | None = None
+
+    @property
+    def shape(self) -> ModelConfig | VisionConfig:
+        """The shape as a value."""
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shape.dim
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.shape.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.shape.heads
+
+
+class ZonalConfig(ShapedConfig):
     """The config of a language model or an encoder of text.
 
     Args:
@@ -34,7 +57,6 @@ class ZonalConfig(PreTrainedConfig):
     model_type = "zonal"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    model: dict[str, Any] | None = None
     causal: bool = True
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -75,18 +97,6 @@ class ZonalConfig(PreTrainedConfig):
         self.model = dataclasses.replace(self.shape, vocab_size=size).to_dict()
 
     @property
-    def hidden_size(self) -> int:
-        return self.shape.dim
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.shape.layers)
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.shape.heads
-
-    @property
     def num_key_value_heads(self) -> int:
         return self.shape.kv_heads or self.shape.heads
 
@@ -103,7 +113,7 @@ class ZonalConfig(PreTrainedConfig):
         self.model = dataclasses.replace(self.shape, tie_embeddings=tied).to_dict()
 
 
-class ZonalVisionConfig(PreTrainedConfig):
+class ZonalVisionConfig(ShapedConfig):
     """The config of an image classifier.
 
     Args:
@@ -114,8 +124,6 @@ class ZonalVisionConfig(PreTrainedConfig):
     """
 
     model_type = "zonal_vision"
-
-    model: dict[str, Any] | None = None
 
     if TYPE_CHECKING:  # the fields of the shape, too, are arguments
 
@@ -149,18 +157,6 @@ class ZonalVisionConfig(PreTrainedConfig):
     @property
     def num_channels(self) -> int:
         return self.shape.channels
-
-    @property
-    def hidden_size(self) -> int:
-        return self.shape.dim
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.shape.layers)
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.shape.heads
 
 
 __all__ = ["ZonalConfig", "ZonalVisionConfig"]

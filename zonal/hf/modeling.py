@@ -1,7 +1,8 @@
 """The models of this library for transformers: classes for generate, Trainer, PEFT, pipelines and the Auto classes."""
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
+from zonal.nn.memory import Past
 
 
 class ZonalPreTrainedModel(PreTrainedModel):
@@ -92,7 +94,7 @@ class ZonalModel(ZonalPreTrainedModel):
 
     def __init__(self, config: ZonalConfig) -> None:
         super().__init__(config)
-        shape = ModelConfig.from_dict({**config.shape.to_dict(), "tie_embeddings": True})  # the head is the face's own
+        shape = ModelConfig.from_dict({**config.shape.to_dict(), "tie_embeddings": True})  # the head is lm_head
         self.core: Decoder | Encoder = Decoder(shape) if config.causal else Encoder(shape)
         self.gradient_checkpointing = False
         self.post_init()
@@ -141,23 +143,23 @@ class ZonalModel(ZonalPreTrainedModel):
         x = self.core.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
-        offsets = None if real is not None or position_ids is None else document_offsets(position_ids, x)
+        offsets = document_offsets(position_ids, x, real)
         if offsets is not None and past_key_values is not None:
             raise ArgumentError(
                 "ZonalModel: packed documents (position_ids that start again from 0) begin afresh and take no cache. "
                 "Leave past_key_values out."
             )
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if offsets is not None:
             cache = None
-            hidden, states = self._blocks(x.flatten(0, 1)[None], bool(wanted), {"cu_seqlens": offsets})
-            hidden, states = hidden.view_as(x), tuple(state.view_as(x) for state in states)
+            states, _ = self._blocks(x.flatten(0, 1)[None], {"cu_seqlens": offsets}, itertools.repeat(None))
+            states = [state.view_as(x) for state in states]
         elif cache is None:
-            hidden, states = self._blocks(x, bool(wanted), {"key_padding_mask": real})
+            states, _ = self._blocks(x, {"key_padding_mask": real}, itertools.repeat(None))
         else:
-            hidden, states = self._after(cache, x, real, bool(wanted))
+            states = self._after(cache, x, real)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=cache, hidden_states=states if wanted else None
+            last_hidden_state=states[-1], past_key_values=cache, hidden_states=tuple(states) if wanted else None
         )
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> ZonalCache | None:
@@ -188,79 +190,93 @@ class ZonalModel(ZonalPreTrainedModel):
         real = mask[:, -length:].bool()
         return None if bool(real.all()) else real
 
-    def _blocks(self, x: Tensor, wanted: bool, masks: dict[str, Tensor | None]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The last hidden state and, if wanted, those before it."""
-        core, records, states = self.core, (x,), []
-        for block in core.blocks.children():
-            states += [core.history(records)] if wanted else []
+    def _blocks(
+        self, x: Tensor, masks: Mapping[str, Tensor | None], pasts: Iterable[Past | None]
+    ) -> tuple[list[Tensor], list[Past]]:
+        """The input of each block and the last hidden state; and where blocks continue from pasts, those after x."""
+        core, records, states, after = self.core, (x,), [], []
+        for block, past in zip(core.blocks.children(), pasts, strict=False):
+            states.append(records[-1])
             # a tensor where there is one record: reentrant checkpoints see gradients of tensors only
-            y = block(records[0] if len(records) == 1 else records, **masks)
+            read = block(records[0] if len(records) == 1 else records, past, **masks)
+            y, *kept = read if isinstance(read, tuple) else (read,)
             records = core.history.kept(records, y)
-        hidden: Tensor = core.norm(core.history(records))
-        return hidden, (*states, hidden)
+            after += kept
+        return [*states, core.norm(core.history(records))], after
 
-    def _after(
-        self, cache: ZonalCache, x: Tensor, real: Tensor | None, wanted: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As ``_blocks``, after what is in the cache, which then holds x as well."""
+    def _after(self, cache: ZonalCache, x: Tensor, real: Tensor | None) -> list[Tensor]:
+        """The states of x after what is in the cache, which then holds x as well."""
         core, tokens = self.core, x.shape[1]
         assert isinstance(core, Decoder)
         empty = functools.partial(core.empty_memory, x.shape[0], x.dtype, x.device)
         pasts, x, real = cache.begin(x, real, len(core.blocks), empty)
-        records, states, after = (x,), [], []
-        for block, past in zip(core.blocks.children(), pasts, strict=True):
-            states += [core.history(records)[:, -tokens:]] if wanted else []
-            y, kept = block(records, past, key_padding_mask=real)
-            records = core.history.kept(records, y)
-            after.append(kept)
+        states, after = self._blocks(x, {"key_padding_mask": real}, pasts)
         cache.end(after, tokens)
-        hidden = core.norm(core.history(records))[:, -tokens:]
-        return hidden, (*states, hidden)
+        return [state[:, -tokens:] for state in states]
 
 
-def document_offsets(position_ids: Tensor, x: Tensor) -> Tensor | None:
+def document_offsets(position_ids: Tensor | None, x: Tensor, real: Tensor | None) -> Tensor | None:
     """The offsets (N + 1,) of the documents in rows of tokens one behind the other, for positions (B, T) that start
     again from 0 with each document; None if each row is one document.
 
-    Raises: ArgumentError for positions that neither go on by one nor start again from 0.
+    Raises: ArgumentError for positions that neither go on by one nor start again from 0, and for packed documents with
+        padding (real: which tokens are none, None = all are real).
     """
+    if position_ids is None or x.shape[1] == 1:
+        return None
     positions = position_ids.expand(x.shape[:2])
-    starts = positions == 0
-    starts[:, 0] = True
-    if not bool((starts | (positions.diff(dim=1, prepend=positions[:, :1] - 1) == 1)).all()):
+    follows = positions.diff(dim=1) == 1
+    if real is not None:
+        if not bool((follows | ~real[:, 1:] | ~real[:, :-1]).all()):
+            raise ArgumentError(
+                "ZonalModel: packed documents (position_ids that start again from 0) have no padding, and "
+                "attention_mask marks some. Leave the padding out, or give each document a row."
+            )
+        return None
+    if not bool((follows | (positions[:, 1:] == 0)).all()):
         raise ArgumentError(
             "ZonalModel: position_ids must go on by one, or start again from 0 with a new document. Tokens stand at "
             "the positions at which they are read; leave position_ids out."
         )
-    if int(starts.sum()) == len(starts):
+    if bool(follows.all()):
         return None
+    starts = F.pad(~follows, (1, 0), value=True)
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
-class ZonalForCausalLM(ZonalPreTrainedModel, GenerationMixin):
+class ZonalLanguageModel(ZonalPreTrainedModel):
+    """A model with an output layer over the vocabulary, which may be the embedding.
+
+    causal: what ``config.causal`` has to be.
+    """
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.core.embedding.weight"}
+    causal: ClassVar[bool]
+
+    def __init__(self, config: ZonalConfig) -> None:
+        super().__init__(config)
+        if config.causal is not self.causal:
+            raise ArgumentError(
+                f"{type(self).__name__}: a config with causal={self.causal} is required, received {config.causal}. A "
+                "decoder is a ZonalForCausalLM, an encoder a ZonalForMaskedLM."
+            )
+        self.model = ZonalModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
     """A language model of any operators: ``AutoModelForCausalLM``.
 
     ``generate`` keeps a ``ZonalCache``: constant in size where the operators' memories are. Beams, assisted generation
     and batches of unequal prompts, padded on the left, work as with other models.
     """
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.core.embedding.weight"}
-
-    def __init__(self, config: ZonalConfig) -> None:
-        super().__init__(config)
-        if not config.causal:
-            raise ArgumentError(
-                "ZonalForCausalLM: a config with causal=True is required. An encoder is a ZonalForMaskedLM."
-            )
-        self.model = ZonalModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    causal = True
 
     @classmethod
     def of(cls, model: CausalLM, options: Mapping[str, Any] | None = None) -> "ZonalForCausalLM":
         """A model of this library with its weights, which are copied. options: arguments of ``ZonalConfig``."""
-        if model.config.silent_tokens:
-            ZonalConfig.of(model.config)
         made = cls(ZonalConfig.of(model.config, options))
         nn.Module.to(made, dtype=model.embedding.weight.dtype)
         weights = {f"model.core.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
@@ -322,20 +338,10 @@ class ZonalForCausalLM(ZonalPreTrainedModel, GenerationMixin):
                 model_kwargs["past_key_values"].activate_past_recording()
 
 
-class ZonalForMaskedLM(ZonalPreTrainedModel):
+class ZonalForMaskedLM(ZonalLanguageModel):
     """An encoder of text that predicts masked tokens: ``AutoModelForMaskedLM``. Its config has ``causal=False``."""
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.core.embedding.weight"}
-
-    def __init__(self, config: ZonalConfig) -> None:
-        super().__init__(config)
-        if config.causal:
-            raise ArgumentError(
-                "ZonalForMaskedLM: a config with causal=False is required. A decoder is a ZonalForCausalLM."
-            )
-        self.model = ZonalModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    causal = False
 
     @can_return_tuple
     def forward(
@@ -437,6 +443,7 @@ __all__ = [
     "ZonalForImageClassification",
     "ZonalForMaskedLM",
     "ZonalForSequenceClassification",
+    "ZonalLanguageModel",
     "ZonalModel",
     "ZonalPreTrainedModel",
     "document_offsets",

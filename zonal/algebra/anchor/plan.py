@@ -236,9 +236,8 @@ class PlanAnchor(Anchor, abstract=True):
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials] = torch.compiler.disable(  # type: ignore[assignment]
-    PlanAnchor._iterated
-)
+_Iterated = Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials]
+_iterated: _Iterated = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
 
 
 def _stepped(rule: Callable[[Tensor, Tensor], Step], met: Tensor, mass: Tensor) -> Step:
