@@ -1,4 +1,5 @@
-"""Writes the tables of docs/slay_measured.md and docs/slay_maps.md from the records of ``zonal bench fidelity``.
+"""Writes the tables of docs/slay_measured.md, docs/slay_maps.md and docs/slay_models.md from the records of
+``zonal bench fidelity``.
 
 A table of a page is found by its first line. tools/pages.py writes the pages, and a test compares them with it.
 """
@@ -129,8 +130,12 @@ def _panels(page: str, rows: list[Row], panels: tuple[Panel, ...], first: str) -
 
 def maps(page: str) -> str:
     """docs/slay_maps.md with the numbers of results/benchmarks/fidelity.json."""
+    return _panels(page, _rows("fidelity.json"), DRAWN, f"| map | {' | '.join(panel.title for panel in DRAWN)} |")
+
+
+def models(page: str) -> str:
+    """docs/slay_models.md with the numbers of results/benchmarks/fidelity.json."""
     rows = _rows("fidelity.json")
-    page = _panels(page, rows, DRAWN, f"| map | {' | '.join(panel.title for panel in DRAWN)} |")
     for eps, title in ((1.0, "1"), (0.1, "0.1"), (0.01, "0.01")):
         titles = " | ".join(panel.title for panel in _models(eps))
         page = _panels(page, rows, _models(eps), f"| map, $\\varepsilon$ = {title} | {titles} |")

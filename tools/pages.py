@@ -1,5 +1,5 @@
 """Writes what pages repeat of the code and of records: the links of docs/algebra.md, the tables of docs/operators.md,
-the tree of docs/tree.md, and the measured errors of docs/slay_measured.md and docs/slay_maps.md.
+the tree of docs/tree.md, and the measured errors of docs/slay_measured.md, docs/slay_maps.md and docs/slay_models.md.
 
 python -m tools.pages
 """
@@ -47,6 +47,7 @@ PAGES = {
     "operators.md": operators,
     "tree.md": ancestry,
     "slay_maps.md": fidelity_tables.maps,
+    "slay_models.md": fidelity_tables.models,
     "slay_measured.md": fidelity_tables.table_10,
 }
 
