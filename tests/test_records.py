@@ -36,7 +36,7 @@ NAMING = (
     "docs/carriers.md",
     "docs/convert.md",
     "docs/long_context.md",
-    "docs/sparse.md",
+    "docs/sparse_measured.md",
     "docs/backbones.md",
     "docs/baselines.md",
     "docs/search.md",
