@@ -343,10 +343,10 @@ def test_pages_repeat_what_code_and_records_say(name: str) -> None:
 
 
 def test_theorems_name_their_tests() -> None:
-    """Each row of docs/theorems.md and docs/osets.md ends with a verdict, and names tests that are there."""
+    """Each row of the pages of theorems ends with a verdict, and names tests that are there."""
     rows = [
         line.strip("| ").split(" | ")
-        for name in ("theorems", "osets")
+        for name in ("theorems", "osets", "carriers")
         for line in prose(ROOT / "docs" / f"{name}.md").splitlines()
         if line.startswith("|") and not line.startswith(("| paper", "|---"))
     ]

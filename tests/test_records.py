@@ -33,7 +33,7 @@ NAMING = (
     "docs/rewa.md",
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
-    "docs/carriers.md",
+    "docs/merging.md",
     "docs/convert.md",
     "docs/long_context.md",
     "docs/sparse_measured.md",

@@ -1,5 +1,5 @@
 """Theorems of the algebra that no one part has: the link that composition forces, and what mixtures of conditionals and
-of plans are, which potentials and completions there are. docs/theorems.md and docs/osets.md list all.
+of plans are, which potentials and completions there are. docs/theorems.md, docs/osets.md and docs/carriers.md list all.
 """
 
 import re
@@ -276,7 +276,8 @@ def listed(text: str) -> set[tuple[str, str]]:
 def test_every_numbered_statement_has_its_row() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "theorems.md").read_text(encoding="utf-8")
-    lines = [*page.splitlines(), *(docs / "osets.md").read_text(encoding="utf-8").splitlines()]
+    texts = [page, *((docs / f"{name}.md").read_text(encoding="utf-8") for name in ("osets", "carriers"))]
+    lines = [line for text in texts for line in text.splitlines()]
     rows = "\n".join(line.split("|")[1] for line in lines if line.startswith("| "))
     unchecked = page.split("## Not checked")[1].split("## ")[0]
     wanted = {(kind, number) for kind, numbers in NUMBERED.items() for number in numbers}
