@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 import zonal
 from benchmarks import captured, common, page
-from zonal import Operator, mechanisms, store
+from zonal import Operator, hf, mechanisms, store
 from zonal.algebra.anchor import Row as RowAnchor
 from zonal.algebra.link import Exp
 from zonal.algebra.metric import Product, Sphere
 from zonal.algebra.score import NegativeDistance
 from zonal.data import open_source
 from zonal.errors import ArgumentError
-from zonal.models import hugging_face
 
 CALL = "bench convert"
 PREDICTED = {"perplexity difference": 0.01, "attention error": 0.02}
@@ -131,15 +130,15 @@ class Subject:
         if form == ORIGINAL:
             self.model.set_attn_implementation("sdpa")
         elif form == EXACT:
-            hugging_face.convert(self.model)
+            hf.convert(self.model)
         elif form == PLAIN:
-            hugging_face.convert(self.model, lambda scale: arccos(math.sqrt(2) / scale))
+            hf.convert(self.model, lambda scale: arccos(math.sqrt(2) / scale))
         else:
             self._sharpened(form, self._factor(form))
 
     def _sharpened(self, form: str, factor: float) -> None:
         """A form whose temperatures are the heads' own, divided by a factor."""
-        found = hugging_face.convert(self.model, mechanisms.cosine() if form == COSINE else arccos())
+        found = hf.convert(self.model, mechanisms.cosine() if form == COSINE else arccos())
         for operator, own in zip(found, self.temperatures, strict=True):
             set_temperatures(operator, own * (1 if form == COSINE else math.sqrt(2)) / factor)
 
@@ -160,9 +159,7 @@ class Subject:
         """
         self.put(form)
         off, whole = [], []
-        for (q, k, _), scale, operator in zip(
-            self.captured, self.scales, hugging_face.operators(self.model), strict=True
-        ):
+        for (q, k, _), scale, operator in zip(self.captured, self.scales, hf.operators(self.model), strict=True):
             meant = attention_weights(mechanisms.softmax(scale), q, k)
             off.append((attention_weights(operator, k if form == WITNESS else q, k) - meant).norm(dim=(-2, -1)))
             whole.append(meant.norm(dim=(-2, -1)))
@@ -234,7 +231,7 @@ def untrained(subject: Subject, form: str) -> Row:
 def opened_gates(subject: Subject, tokens: Tensor, rate: float) -> Row:
     """Train gates and weights of the exact form, a step a row of tokens (n, T), and nothing else."""
     subject.put(EXACT)
-    found = hugging_face.operators(subject.model)
+    found = hf.operators(subject.model)
     row = trained(subject, [p for operator in found for p in operator.parameters()], tokens, rate)
     gates = torch.stack([operator.learned_parts["score_gate"].detach() for operator in found])
     return {

@@ -18,7 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from zonal.hf.cache import ZonalCache
+from zonal.hf.cache import MemoryCache, ZonalCache
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.modeling import (
     ZonalForCausalLM,
@@ -27,6 +27,7 @@ from zonal.hf.modeling import (
     ZonalForSequenceClassification,
     ZonalModel,
 )
+from zonal.hf.swap import convert, from_pretrained, operators
 
 AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
 AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)
@@ -37,6 +38,7 @@ AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassif
 AutoModelForImageClassification.register(ZonalVisionConfig, ZonalForImageClassification)
 
 __all__ = [
+    "MemoryCache",
     "ZonalCache",
     "ZonalConfig",
     "ZonalForCausalLM",
@@ -45,4 +47,7 @@ __all__ = [
     "ZonalForSequenceClassification",
     "ZonalModel",
     "ZonalVisionConfig",
+    "convert",
+    "from_pretrained",
+    "operators",
 ]

@@ -1,112 +1,83 @@
-"""The cache of transformers whose content is the memory of a model."""
+"""Caches of transformers whose content is the memory of a model: for models of this library, and for converted models
+of transformers.
+"""
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from zonal.algebra import Operator
+from zonal.attention import attention
 from zonal.errors import ArgumentError
+from zonal.memory import Memory
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory
 from zonal.nn.memory import LayerDecoder, Past
 
-
-class _Read(NamedTuple):
-    """What one call read: the memories before it, its input (B, T, dim) and its padding mask."""
-
-    before: tuple[LayerMemory, ...]
-    x: Tensor
-    real: Tensor | None
+_MARK = "_zonal_cache"  # the attribute of keys that says which cache and layer they belong to
 
 
-class ZonalCache(Cache):
-    """The memory of all layers, as ``past_key_values``.
+class OperatorCache(Cache, abc.ABC):
+    """What both caches share: the memories of all layers, as one value of this library.
 
-    Its size does not grow with the text where the operators of the model have memories of constant size. It is filled
-    by the first call of a model, and each call changes it in place; ``fork`` copies it. ``generate`` makes one.
-
-    A cache that records (``activate_past_recording``) can give tokens back (``crop``): it keeps the memories before
-    each call, and the next call reads those tokens of the call again that were kept. Assisted generation uses this.
-
-    Args:
-        memory: where to start: what a model of this library has read. None: nothing.
+    Each call of the model changes the cache in place; ``fork`` copies it. A cache that records
+    (``activate_past_recording``) can give the newest tokens back (``crop``), which assisted generation needs.
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
         super().__init__(layers=[])
-        self._pasts: tuple[Past, ...] = () if memory is None else memory.layers
+        self._pasts: list[Past] = [] if memory is None else [*memory.layers]
         self._origin = "" if memory is None else memory.origin
-        self._length = 0 if memory is None else memory.count
-        self._recorded: list[_Read] | None = None
-        self._again: _Read | None = None
 
-    # --- for the model ----------------------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens read, padding included."""
 
-    def begin(
-        self, x: Tensor, real: Tensor | None, layers: int, empty: Callable[[], ModelMemory]
-    ) -> tuple[tuple[Past, ...], Tensor, Tensor | None]:
-        """The pasts of all layers, and the input and padding mask that are to be read after them: those given, behind
-        tokens that are to be read again. layers: their number in the model. empty: makes the memory to start from.
+    @abc.abstractmethod
+    def activate_past_recording(self) -> None:
+        """Keep what ``crop`` needs from now on."""
+
+    @abc.abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens, and all records of earlier calls.
+
+        Raises: ArgumentError for a cache that does not record, or tokens older than its records.
         """
-        if not self._pasts:
-            start = empty()
-            self._pasts, self._origin = start.layers, start.origin
-        if len(self._pasts) != layers or self.batch_size != len(x):
-            raise ArgumentError(
-                f"ZonalCache: the cache holds {len(self._pasts)} layers of {self.batch_size} sequences, and the call "
-                f"is of {layers} layers and {len(x)} sequences. Use a cache of this model and batch."
-            )
-        again, self._again = self._again, None
-        if again is not None:
-            if real is not None or again.real is not None:
-                real = torch.cat([_mask(again.x, again.real), _mask(x, real)], 1)
-            x = torch.cat([again.x, x], 1)
-        if self._recorded is not None:
-            self._pasts = before = self.memory().layers
-            self._recorded.append(_Read(before, x, real))
-        elif isinstance(self._pasts[0], LayerMemory) and self._pasts[0].memory.count:
-            self._pasts = tuple(past.decoder() if isinstance(past, LayerMemory) else past for past in self._pasts)
-        return self._pasts, x, real
 
-    def end(self, pasts: Sequence[Past], tokens: int) -> None:
-        """Keep the pasts after ``tokens`` new tokens."""
-        self._pasts = tuple(pasts)
-        self._length += tokens
+    @abc.abstractmethod
+    def _drop_records(self) -> None:
+        """Forget what ``crop`` needs; a cache that records goes on to record."""
 
     def memory(self) -> ModelMemory:
         """The memory of all tokens so far, as a value of this library.
 
-        Raises: ArgumentError before the first call, and after a ``crop`` whose tokens are still to be read again.
+        Raises: ArgumentError before the first call.
         """
-        if not self._pasts or self._again is not None:
+        if not self._pasts:
             raise ArgumentError(
-                "ZonalCache.memory: a cache that a model has read tokens into is required. Call the model with it "
-                "first."
+                f"{type(self).__name__}.memory: a cache that a model has read tokens into is required. Call the model "
+                "with it first."
             )
         layers = (past.value() if isinstance(past, LayerDecoder) else past for past in self._pasts)
         return ModelMemory(tuple(layers), self._origin)
 
-    def fork(self) -> "ZonalCache":
+    def fork(self) -> Self:
         """A copy that goes on by itself."""
-        copy = ZonalCache(self.memory().fork()) if self._pasts else ZonalCache()
-        copy._length = self._length
-        return copy
+        return type(self)(self.memory().fork() if self._pasts else None)
 
     # --- for transformers -------------------------------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens read, padding included."""
-        return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of keys and position of the first, for masks of attention, which these models do not make."""
-        return self._length + query_length, 0
+        """Number of keys that a mask covers and position of the first: the new tokens."""
+        return query_length, self.get_seq_length(layer_idx)
 
     @property
     def batch_size(self) -> int:
@@ -121,47 +92,11 @@ class ZonalCache(Cache):
     def is_compileable(self) -> bool:
         return False
 
-    @property
-    def is_croppable(self) -> bool:
-        return self._recorded is not None
-
     def __len__(self) -> int:
         return len(self._pasts)
 
     def __repr__(self) -> str:
-        return f"ZonalCache({len(self._pasts)} layers, {self._length} tokens)"
-
-    def activate_past_recording(self) -> None:
-        """Keep what ``crop`` needs from now on: the memories before each call and its input."""
-        if self._recorded is None:
-            self._recorded = []
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest ``-tokens_to_remove`` tokens, and all records of earlier calls.
-
-        Raises: ArgumentError for a cache that does not record, or tokens older than its records.
-        """
-        if self._recorded is None or tokens_to_remove > 0:
-            raise ArgumentError(
-                f"ZonalCache.crop: call activate_past_recording() before the tokens are read, and give the number of "
-                f"tokens to forget as a negative number; received {tokens_to_remove}."
-            )
-        left = -tokens_to_remove
-        while left:
-            if not self._recorded:
-                raise ArgumentError(
-                    f"ZonalCache.crop: {left} of {-tokens_to_remove} tokens were read before the cache recorded. Call "
-                    "activate_past_recording() earlier."
-                )
-            last = self._recorded.pop()
-            kept = max(0, last.x.shape[1] - left)
-            left -= last.x.shape[1] - kept
-            self._pasts = last.before
-            self._again = None if kept == 0 else _Read(
-                last.before, last.x[:, :kept], None if last.real is None else last.real[:, :kept]
-            )  # fmt: skip
-        self._length += tokens_to_remove
-        self._recorded = []
+        return f"{type(self).__name__}({len(self._pasts)} layers, {self.get_seq_length()} tokens)"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences ``beam_idx``, in this order."""
@@ -169,9 +104,8 @@ class ZonalCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take the sequences ``indices``, in this order. Records for ``crop`` end."""
-        layers = self.memory().layers
-        self._pasts = tuple(layer.gather(indices) for layer in layers)
-        self._recorded = None if self._recorded is None else []
+        self._pasts = [layer.gather(indices) for layer in self.memory().layers]
+        self._drop_records()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times."""
@@ -179,12 +113,276 @@ class ZonalCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._pasts, self._length, self._again = (), 0, None
+        self._pasts = []
+        self._drop_records()
+
+
+class _Read(NamedTuple):
+    """What one call read: the memories before it, its input (B, T, dim) and its padding mask."""
+
+    before: tuple[LayerMemory, ...]
+    x: Tensor
+    real: Tensor | None
+
+
+class ZonalCache(OperatorCache):
+    """The memory of all layers of a model of this library, as ``past_key_values``.
+
+    Its size does not grow with the text where the operators of the model have memories of constant size. It is filled
+    by the first call of a model, and each call changes it in place; ``fork`` copies it. ``generate`` makes one.
+
+    A cache that records (``activate_past_recording``) can give tokens back (``crop``): it keeps the memories before
+    each call, and the next call reads those tokens of the call again that were kept. Assisted generation uses this.
+
+    Args:
+        memory: where to start: what a model of this library has read. None: nothing.
+    """
+
+    def __init__(self, memory: ModelMemory | None = None) -> None:
+        super().__init__(memory)
+        self._length = 0 if memory is None else memory.layers[0].length
+        self._recorded: list[_Read] | None = None
+        self._again: _Read | None = None
+
+    # --- for the model ----------------------------------------------------------------------------------------------
+
+    def begin(
+        self, x: Tensor, real: Tensor | None, layers: int, empty: Callable[[], ModelMemory]
+    ) -> tuple[Sequence[Past], Tensor, Tensor | None]:
+        """The pasts of all layers, and the input and padding mask that are to be read after them: those given, behind
+        tokens that are to be read again. layers: their number in the model. empty: makes the memory to start from.
+        """
+        if not self._pasts:
+            start = empty()
+            self._pasts = [*start.layers]
+            self._origin = start.origin
+        if len(self._pasts) != layers or self.batch_size != len(x):
+            raise ArgumentError(
+                f"ZonalCache: the cache holds {len(self._pasts)} layers of {self.batch_size} sequences, and the call "
+                f"is of {layers} layers and {len(x)} sequences. Use a cache of this model and batch."
+            )
+        again, self._again = self._again, None
+        if again is not None:
+            if real is not None or again.real is not None:
+                real = torch.cat([_mask(again.x, again.real), _mask(x, real)], 1)
+            x = torch.cat([again.x, x], 1)
+        if self._recorded is not None:
+            before = self.memory().layers
+            self._pasts = list(before)
+            self._recorded.append(_Read(before, x, real))
+        elif isinstance(self._pasts[0], LayerMemory) and self._pasts[0].memory.count:
+            self._pasts = [past.decoder() if isinstance(past, LayerMemory) else past for past in self._pasts]
+        return self._pasts, x, real
+
+    def end(self, pasts: Sequence[Past], tokens: int) -> None:
+        """Keep the pasts after ``tokens`` new tokens."""
+        self._pasts = list(pasts)
+        self._length += tokens
+
+    def memory(self) -> ModelMemory:
+        """As in every cache; also refused after a ``crop`` whose tokens are still to be read again."""
+        if self._again is not None:
+            raise ArgumentError(
+                "ZonalCache.memory: tokens that crop kept are still to be read again. Call the model with the cache "
+                "first."
+            )
+        return super().memory()
+
+    # --- for transformers -------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens read, padding included."""
+        return self._length
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._recorded is not None
+
+    def activate_past_recording(self) -> None:
+        """Keep what ``crop`` needs from now on: the memories before each call and its input."""
+        if self._recorded is None:
+            self._recorded = []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in every cache. The next call reads those tokens of the call again that were kept."""
+        if self._recorded is None or tokens_to_remove > 0:
+            raise _no_records(self, tokens_to_remove)
+        left = -tokens_to_remove
+        while left:
+            if not self._recorded:
+                raise _too_old(self, left, tokens_to_remove)
+            last = self._recorded.pop()
+            kept = max(0, last.x.shape[1] - left)
+            left -= last.x.shape[1] - kept
+            self._pasts = list(last.before)
+            self._again = None if kept == 0 else _Read(
+                last.before, last.x[:, :kept], None if last.real is None else last.real[:, :kept]
+            )  # fmt: skip
+        self._length += tokens_to_remove
+        self._recorded = []
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._length, self._again = 0, None
+        super().reset()
+
+    def _drop_records(self) -> None:
         self._recorded = None if self._recorded is None else []
+
+
+class _Tokens(NamedTuple):
+    """What one call brought to a layer: the memory before it, keys, values and their padding mask."""
+
+    before: LayerMemory
+    k: Tensor
+    v: Tensor
+    real: Tensor | None
+
+    def first(self, count: int) -> LayerMemory:
+        """The memory after the first ``count`` of these tokens."""
+        if count == 0:
+            return self.before
+        real = None if self.real is None else self.real[:, :count]
+        memory = self.before.memory.absorb(self.k[:, :, :count], self.v[:, :, :count], real)
+        return self.before.advance(memory, None, count, real)
+
+
+class MemoryCache(OperatorCache):
+    """The memories of the layers of a converted model, as ``past_key_values``.
+
+    Its size does not grow with the text where the operators' memories are constant; a layer of softmax keeps its keys
+    and values. ``generate`` makes one if the model was converted with cache="memory"; any other call takes one that you
+    make: ``model(tokens, past_key_values=MemoryCache())``.
+
+    Args:
+        memory: where to start: what the model has read (``memory()`` of another cache). None: nothing.
+    """
+
+    def __init__(self, memory: ModelMemory | None = None) -> None:
+        super().__init__(memory)
+        self._records: dict[int, list[_Tokens]] | None = None
+        self._unread: set[int] = set()
+
+    # --- for a converted layer --------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *inputs: Any, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values alone. The keys say which cache and layer they belong to, and the attention function
+        of the converted layer reads them there (``of_keys``, ``read``).
+
+        Raises: ArgumentError if nothing has read the tokens of the call before, as in a model that was not converted.
+        """
+        if layer_idx in self._unread:
+            raise ArgumentError(
+                "MemoryCache: the attention of this model has not read the tokens of the last call from the cache. "
+                "Convert the model with zonal.hf.convert, and use a new cache after a call that failed."
+            )
+        self._unread.add(layer_idx)
+        marked = key_states.view_as(key_states)
+        setattr(marked, _MARK, (self, layer_idx))
+        return marked, value_states
+
+    @staticmethod
+    def of_keys(k: Tensor) -> "tuple[MemoryCache, int] | None":
+        """The cache and the layer of keys that ``update`` returned; None for other keys."""
+        return getattr(k, _MARK, None)
+
+    def read(self, layer: int, operator: Operator, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """What the queries of new tokens read in a layer, as ``zonal.attention`` after its memory; the tokens are
+        absorbed. real: which of them are no padding, bool (B, T); None = all.
+        """
+        self._unread.discard(layer)
+        if layer == len(self._pasts):
+            empty = Memory.empty(operator, k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
+            self._pasts.append(LayerMemory(empty))
+        past = self._pasts[layer]
+        if past.batch != len(q):
+            raise ArgumentError(
+                f"MemoryCache: the cache holds {past.batch} sequences, and the call is of {len(q)}. Use a cache of "
+                "this batch."
+            )
+        if self._records is not None:
+            past = past.value() if isinstance(past, LayerDecoder) else past
+            self._records.setdefault(layer, []).append(_Tokens(past, k, v, real))
+        elif isinstance(past, LayerMemory) and past.memory.count:
+            past = past.decoder()
+        if isinstance(past, LayerDecoder):
+            y, absorbed = past.decoder.step(q, k, v, key_padding_mask=real), past.decoder
+        else:
+            y, absorbed = attention(q, k, v, operator, causal=True, key_padding_mask=real, memory=past.memory)
+        self._pasts[layer] = past.advance(absorbed, None, k.shape[2], real)
+        return y
+
+    # --- for transformers -------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens read, padding included."""
+        return self._pasts[layer_idx].length if layer_idx < len(self._pasts) else 0
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._records is not None
+
+    def activate_past_recording(self) -> None:
+        """Keep what ``crop`` needs from now on: the memories before each call, its keys and values."""
+        if self._records is None:
+            self._records = {}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in every cache. The tokens of a call that are kept are absorbed again."""
+        if self._records is None or tokens_to_remove > 0:
+            raise _no_records(self, tokens_to_remove)
+        for layer in range(len(self._pasts)) if tokens_to_remove else ():
+            left, records = -tokens_to_remove, self._records.get(layer, [])
+            while left:
+                if not records:
+                    raise _too_old(self, left, tokens_to_remove)
+                last = records.pop()
+                kept = max(0, last.k.shape[2] - left)
+                left -= last.k.shape[2] - kept
+                self._pasts[layer] = last.first(kept)
+        self._records = {}
+
+    def _drop_records(self) -> None:
+        self._records = None if self._records is None else {}
+        self._unread = set()
+
+
+def start_generation(
+    what: str, kind: type[OperatorCache], generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Give ``generate`` of a model (what: its name in an error) a cache of this kind to start with, unless the call has
+    one or uses none.
+    """
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return
+    if generation_config.cache_implementation is not None:
+        raise ArgumentError(
+            f"generate: cache_implementation is for keys and values, and {what} keeps memories; received "
+            f"{generation_config.cache_implementation!r}. Leave it out."
+        )
+    cache = model_kwargs["past_key_values"] = kind()
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+
+
+def _no_records(cache: OperatorCache, given: int) -> ArgumentError:
+    return ArgumentError(
+        f"{type(cache).__name__}.crop: call activate_past_recording() before the tokens are read, and give the number "
+        f"of tokens to forget as a negative number; received {given}."
+    )
+
+
+def _too_old(cache: OperatorCache, left: int, given: int) -> ArgumentError:
+    return ArgumentError(
+        f"{type(cache).__name__}.crop: {left} of {-given} tokens were read before the cache recorded. Call "
+        "activate_past_recording() earlier."
+    )
 
 
 def _mask(x: Tensor, real: Tensor | None) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real
 
 
-__all__ = ["ZonalCache"]
+__all__ = ["MemoryCache", "OperatorCache", "ZonalCache", "start_generation"]

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from zonal.errors import ArgumentError
-from zonal.hf.cache import ZonalCache
+from zonal.hf.cache import ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
@@ -327,15 +327,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
     ) -> None:
         """``generate`` starts with this cache, and not with the one that it has for keys and values."""
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            if generation_config.cache_implementation is not None:
-                raise ArgumentError(
-                    "ZonalForCausalLM.generate: cache_implementation is for keys and values, received "
-                    f"{generation_config.cache_implementation!r}. Leave it out."
-                )
-            model_kwargs["past_key_values"] = ZonalCache()
-            if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+        start_generation("ZonalForCausalLM", ZonalCache, generation_config, model_kwargs)
 
 
 class ZonalForMaskedLM(ZonalLanguageModel):

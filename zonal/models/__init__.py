@@ -1,8 +1,7 @@
-"""Models: the causal language model and its config, encoders of text and images, conversion of Hugging Face models, and
-initial weights that do not depend on the operator.
+"""Models: the causal language model and its config, encoders of text and images, and initial weights that do not depend
+on the operator.
 """
 
-from zonal.models import hugging_face
 from zonal.models.build import build
 from zonal.models.causal_lm import CausalLM, Continued, Predictions
 from zonal.models.config import ModelConfig
@@ -17,6 +16,6 @@ from zonal.models.text_encoder import TextEncoder
 
 __all__ = [
     "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "TextEncoder",
-    "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
+    "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "layer_list",
     "mamba2_from_transformers", "preset",
 ]  # fmt: skip

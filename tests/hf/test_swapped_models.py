@@ -1,12 +1,10 @@
-"""Models of transformers on operators: the same logits, caches, padding, windows and gradients and calls of a stand-in
-for transformers.
+"""Models of transformers on operators: the same logits, caches, padding, windows and gradients, and calls of a small
+model.
 """
 
 import copy
 import importlib
 import re
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -14,40 +12,46 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zonal
-from zonal import Operator
+from zonal import Operator, hf
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.models import hugging_face
+from zonal.hf import swap
+from zonal.nn import rewa
+
+
+class Config(PreTrainedConfig):
+    model_type = "stand_in"
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    sliding_window: int | None = None
 
 
 class Layer(nn.Module):
     """Attention as transformers' models have it: grouped heads, a cache, and the registered function."""
 
-    def __init__(self, config: Any, layer_idx: int, registered: dict[str, Any]) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.registered = config, layer_idx, registered
+        self.config, self.layer_idx = config, layer_idx
         self.is_causal, self.head_dim, self.scaling = True, 6, 0.3
         self.maps = nn.ModuleList([nn.Linear(24, size, bias=False) for size in (24, 12, 12)])
 
     def forward(self, x: Tensor, mask: Tensor | None, **others: Any) -> Tensor:
         q, k, v = (linear(x).unflatten(2, (-1, 6)).transpose(1, 2) for linear in self.maps)
-        return self.registered[self.config._attn_implementation](
-            self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others
-        )[0].flatten(2)
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)[0].flatten(2)
 
 
-class Model(nn.Module):
-    def __init__(self, registered: dict[str, Any], **config: Any) -> None:
-        super().__init__()
-        self.config = types.SimpleNamespace(
-            num_attention_heads=4, num_key_value_heads=2, _attn_implementation="sdpa", **config
-        )
-        self.layers = nn.ModuleList(Layer(self.config, index, registered) for index in range(2))
+class Model(PreTrainedModel):
+    config_class = Config
+    _supports_sdpa = True
 
-    def set_attn_implementation(self, name: str) -> None:
-        self.config._attn_implementation = name
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(2))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
         for layer in self.layers:
@@ -55,22 +59,9 @@ class Model(nn.Module):
         return x
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The functions that transformers would hold."""
-    held: dict[str, Any] = {}
-    interface, masks = (
-        types.SimpleNamespace(register=held.__setitem__),
-        types.SimpleNamespace(register=lambda name, function: held.__setitem__(f"mask {name}", function)),
-    )
-    library = types.SimpleNamespace(AttentionInterface=interface, AttentionMaskInterface=masks)
-    monkeypatch.setitem(sys.modules, "transformers", library)  # type: ignore[arg-type]
-    return held
-
-
-def made(registered: dict[str, Any], **config: Any) -> tuple[Model, Tensor]:
+def made(**config: Any) -> tuple[Model, Tensor]:
     torch.manual_seed(0)
-    return Model(registered, **config), torch.randn(2, 9, 24)
+    return Model(Config(**config)), torch.randn(2, 9, 24)
 
 
 def reference(model: Model, x: Tensor, mask: Tensor | None = None, left: int | None = None) -> Tensor:
@@ -84,11 +75,11 @@ def reference(model: Model, x: Tensor, mask: Tensor | None = None, left: int | N
     return x
 
 
-def test_every_layer_gets_its_operator(registered: dict[str, Any]) -> None:
-    model, x = made(registered)
-    found = hugging_face.convert(model)
+def test_every_layer_gets_its_operator() -> None:
+    model, x = made()
+    found = hf.convert(model)
     assert [operator is layer.operator for operator, layer in zip(found, model.layers, strict=True)] == [True, True]
-    assert hugging_face.operators(model) == found
+    assert hf.operators(model) == found
     assert found[0].learned_parts["score_gate"].shape == (4, 3)
     assert torch.allclose(model(x), reference(model, x), atol=1e-5)
     model(x).square().sum().backward()
@@ -97,18 +88,18 @@ def test_every_layer_gets_its_operator(registered: dict[str, Any]) -> None:
         found[1].learned_parts["score_gate"].fill_(1.0)
     assert not torch.allclose(model(x), reference(model, x), atol=1e-3)
     # again, with another: by a spec, whose open scale is the layer's
-    hugging_face.convert(model, "softmax")
+    hf.convert(model, "softmax")
     assert torch.allclose(model(x), reference(model, x), atol=1e-5)
-    hugging_face.convert(model, m.cosine(temperature=0.2))
-    assert hugging_face.operators(model)[0].learned_parts["score_log_temperature"].shape == (4,)
+    hf.convert(model, m.cosine(temperature=0.2))
+    assert hf.operators(model)[0].learned_parts["score_log_temperature"].shape == (4,)
     assert not torch.allclose(model(x), reference(model, x), atol=1e-3)
 
 
-def test_padding_and_windows(registered: dict[str, Any]) -> None:
-    model, x = made(registered, sliding_window=4)
-    hugging_face.convert(model)
+def test_padding_and_windows() -> None:
+    model, x = made(sliding_window=4)
+    hf.convert(model)
     real = torch.arange(9) >= torch.tensor([[0], [3]])
-    mask = registered["mask zonal"](
+    mask = swap.padding(
         q_length=9,
         kv_length=9,
         q_offset=0,
@@ -120,18 +111,14 @@ def test_padding_and_windows(registered: dict[str, Any]) -> None:
     wanted = reference(model, x, real, left=3)
     assert torch.allclose(model(x, mask.long(), sliding_window=4)[real], wanted[real], atol=1e-5)
     # what a window's cache holds: the last keys, and the mask of those
-    cut = registered["mask zonal"](
-        q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True
-    )
+    cut = swap.padding(q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True)
     assert cut is None
-    cut = registered["mask zonal"](
-        q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True
-    )
+    cut = swap.padding(q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True)
     assert torch.equal(cut, real[:, 2:])
-    assert registered["mask zonal"](q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
+    assert swap.padding(q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
     for wrong in ({"allow_is_causal_skip": False}, {"kv_length": 32}, {}):
-        with pytest.raises(ArgumentError, match="packed position_ids, an overlay, a bidirectional one"):
-            registered["mask zonal"](
+        with pytest.raises(ArgumentError, match="packed position_ids, an overlay"):
+            swap.padding(
                 **{
                     "q_length": 9,
                     "kv_length": 9,
@@ -158,22 +145,21 @@ LIST = sorted({*m.names(), *REFUSED, "ska(power=1)"})
 
 
 @pytest.mark.parametrize("spec", LIST)
-def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registered: dict[str, Any]) -> None:
-    model, x = made(registered)
+def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str) -> None:
+    model, x = made()
     layer = model.layers[0]
     layer.scaling = 6**-0.5  # what ``nn.Attention`` gives an open scale
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if spec in REFUSED:
         with pytest.raises(
             ArgumentError,
-            match=rf"hugging_face.convert: operator '{spec.split('(')[0]}' needs {re.escape(REFUSED[spec])}",
+            match=rf"hf.convert: operator '{spec.split('(')[0]}' needs {re.escape(REFUSED[spec])}",
         ):
-            hugging_face.convert(model, spec)
-        assert registered == {}
+            hf.convert(model, spec)
         assert model.config._attn_implementation == "sdpa"
         assert model.state_dict().keys() == before.keys()
         return
-    hugging_face.convert(model, spec)
+    hf.convert(model, spec)
     wanted = zonal.nn.Attention(24, 4, spec, kv_heads=2)
     wanted.load_state_dict(
         {f"{name}.weight": linear.weight for name,
@@ -191,11 +177,8 @@ def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registe
         assert torch.allclose(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
-def test_each_layer_draws_features_of_its_own(registered: dict[str, Any]) -> None:
-    drawn = [
-        [dict(own.fixed_parts.named_buffers()) for own in hugging_face.convert(made(registered)[0], "performer")]
-        for _ in range(2)
-    ]
+def test_each_layer_draws_features_of_its_own() -> None:
+    drawn = [[dict(own.fixed_parts.named_buffers()) for own in hf.convert(made()[0], "performer")] for _ in range(2)]
     (first, second), again = drawn
     assert first
     for name, value in first.items():
@@ -203,30 +186,28 @@ def test_each_layer_draws_features_of_its_own(registered: dict[str, Any]) -> Non
         assert torch.equal(value, again[0][name])
 
 
-def test_a_norm_over_all_heads_is_provided(registered: dict[str, Any]) -> None:
-    model, x = made(registered)
+def test_a_norm_over_all_heads_is_provided() -> None:
+    model, x = made()
     layer = model.layers[0]
     plain = m.softmax()
-    hugging_face.convert(model, plain)
+    hf.convert(model, plain)
     y = layer(x, None)
-    hugging_face.convert(model, Operator(plain.score, plain.link, plain.anchor, readout="concat"))
+    hf.convert(model, Operator(plain.score, plain.link, plain.anchor, readout="concat"))
     assert torch.allclose(layer(x, None), torch.nn.functional.rms_norm(y, (24,), eps=1e-6), atol=1e-5)
-    hugging_face.convert(model, plain)
+    hf.convert(model, plain)
     assert torch.equal(layer(x, None), y)
     assert not any("readout" in name for name in model.state_dict())
 
 
-def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = made(registered)
-    with pytest.raises(
-        ArgumentError, match=r"a converted model is required, received Model. Call hugging_face.convert"
-    ):
-        hugging_face.operators(model)
-    with pytest.raises(ArgumentError, match="layers of causal attention is required, received Linear"):
-        hugging_face.convert(nn.Linear(2, 2))
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made()
+    with pytest.raises(ArgumentError, match=r"a converted model is required, received Model. Call hf.convert"):
+        hf.operators(model)
+    with pytest.raises(ArgumentError, match="layers of self-attention is required, received Linear"):
+        hf.convert(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="Layer has no operator"):
-        hugging_face.attend(model.layers[0], x, x, x, None)
-    hugging_face.convert(model)
+        swap.attend(model.layers[0], x, x, x, None)
+    hf.convert(model)
     for given, words in (
         ({"softcap": 30.0}, "asks for softcap"), ({"s_aux": x}, "asks for s_aux"),
         ({"output_attentions": True}, "asks for output_attentions"),
@@ -235,8 +216,8 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
         with pytest.raises(ArgumentError, match=words):
             model(x, **given)
     q, k, v = torch.randn(3, 2, 4, 9, 6).unbind(0)
-    with pytest.raises(ArgumentError, match=r"asks for scaling=0.5"):
-        hugging_face.attend(model.layers[0], q, k[:, :2], v[:, :2], None, scaling=0.5)
+    halved = swap.attend(model.layers[0], q, k[:, :2], v[:, :2], None, scaling=0.15)[0]
+    assert torch.equal(halved, swap.attend(model.layers[0], q / 2, k[:, :2], v[:, :2], None, scaling=0.3)[0])
     four = torch.ones(2, 1, 9, 9)
     with pytest.raises(
         ArgumentError,
@@ -245,15 +226,12 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
         model(x, four)
     model.layers[0].attention_dropout = 0.1  # type: ignore[assignment]
     with pytest.raises(ArgumentError, match="drops out weights of attention"):
-        hugging_face.convert(model)
-    stubborn, _ = made(registered)
+        hf.convert(model)
+    stubborn, _ = made()
     monkeypatch.setattr(stubborn, "set_attn_implementation", lambda name: None)
     with pytest.raises(ArgumentError, match="has an attention of its own"):
-        hugging_face.convert(stubborn)
+        hf.convert(stubborn)
     assert not hasattr(stubborn.layers[0], "operator")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ArgumentError, match="the package transformers is required"):
-        hugging_face.convert(stubborn)
 
 
 def their(kind: str, **options: Any) -> Any:
@@ -303,7 +281,7 @@ def their(kind: str, **options: Any) -> Any:
 def test_transformers_models_say_the_same(kind: str) -> None:
     model = their(kind)
     converted = copy.deepcopy(model)
-    hugging_face.convert(converted)
+    hf.convert(converted)
     tokens = torch.randint(1, 29, (2, 17), generator=torch.Generator().manual_seed(1))
     expected, logits = model(tokens).logits, converted(tokens).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -327,7 +305,7 @@ def test_transformers_models_say_the_same(kind: str) -> None:
     assert torch.equal(converted.generate(tokens, **arguments), model.generate(tokens, **arguments))
     # open gates say something else, and a packed row is refused
     with torch.no_grad():
-        for operator in hugging_face.operators(converted):
+        for operator in hf.operators(converted):
             operator.learned_parts["score_gate"].fill_(1.0)
     assert (converted(tokens).logits - model(tokens).logits).abs().max() > 1e-2
     if kind == "Llama":
@@ -340,7 +318,7 @@ def test_transformers_models_say_the_same(kind: str) -> None:
 def learned_away(model: Any, operator: Any) -> Any:
     """The model converted, what its operators and norms learn away from where it starts."""
     generator = torch.Generator().manual_seed(2)
-    hugging_face.convert(model, operator)
+    hf.convert(model, operator)
     with torch.no_grad():
         for name, value in model.named_parameters():
             if ".operator." in name or ".readout." in name:
@@ -352,11 +330,11 @@ def learned_away(model: Any, operator: Any) -> Any:
 def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(
     operator: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = learned_away(their("Llama"), operator or hugging_face.rewa.with_closed_gates)
+    model = learned_away(their("Llama"), operator or rewa.with_closed_gates)
     tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
     logits = model(tokens).logits
     model.save_pretrained(tmp_path / "first")
-    again = hugging_face.from_pretrained(tmp_path / "first")
+    again = hf.from_pretrained(tmp_path / "first")
     for folder in ("second", "third"):  # and once more, from what was loaded
         assert type(again) is type(model)
         assert not again.training
@@ -367,27 +345,28 @@ def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(
             for name, value in model.state_dict().items()
         )
         again.save_pretrained(tmp_path / folder)
-        again = hugging_face.from_pretrained(tmp_path / folder)
-    # by transformers alone: a process that has never converted does not load it, one that has does not run it
-    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    with pytest.raises(ArgumentError, match=r"load a saved one with hugging_face.from_pretrained"):
-        alone(tokens)
-    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "zonal")
-    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
-        with pytest.raises(ValueError, match='`attn_implementation="zonal"` is not supported'):
-            kind.from_pretrained(tmp_path / "first")
+        again = hf.from_pretrained(tmp_path / folder)
+    # the Auto classes know it; transformers alone does not
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert type(auto) is type(model)
+    assert isinstance(auto, transformers.LlamaForCausalLM)
+    assert torch.equal(auto(tokens).logits, logits)
+    assert torch.equal(transformers.AutoModel.from_pretrained(tmp_path / "first")(tokens)[0], auto.model(tokens)[0])
+    monkeypatch.delitem(transformers.CONFIG_MAPPING._extra_content, "zonal_converted")
+    with pytest.raises(ValueError, match="model type `zonal_converted`"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
 
 
 def test_a_saved_model_in_bfloat16_keeps_its_operators_in_float32(tmp_path: Any) -> None:
     model = their("Llama")
     for value in model.parameters():  # and no buffer: rotary frequencies are in float32 for whoever loads
         value.data = value.data.bfloat16()
-    learned_away(model, hugging_face.rewa.with_closed_gates)
+    learned_away(model, rewa.with_closed_gates)
     tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
     model.save_pretrained(tmp_path)
-    again = hugging_face.from_pretrained(tmp_path)
+    again = hf.from_pretrained(tmp_path)
     assert next(again.parameters()).dtype == torch.bfloat16
-    assert hugging_face.operators(again)[0].learned_parts["score_gate"].dtype == torch.float32
+    assert hf.operators(again)[0].learned_parts["score_gate"].dtype == torch.float32
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
@@ -397,13 +376,13 @@ def test_what_was_not_saved_by_a_converted_model(tmp_path: Any) -> None:
         ArgumentError,
         match=r"from_pretrained: a model that was converted and saved is required; the config of .* holds no operators",
     ):
-        hugging_face.from_pretrained(tmp_path)
+        hf.from_pretrained(tmp_path)
 
 
 def test_a_converted_model_trains_in_bfloat16(tmp_path: Any) -> None:
     """Under autocast queries and keys come in float32, turned by rotary positions, and values in bfloat16."""
     model = their("Llama")
-    hugging_face.convert(model, "sko")
+    hf.convert(model, "sko")
     rows = [
         {"input_ids": row, "labels": row}
         for row in torch.randint(1, 29, (4, 7), generator=torch.Generator().manual_seed(1))
@@ -427,7 +406,7 @@ def test_a_converted_model_trains_in_bfloat16(tmp_path: Any) -> None:
     assert all(any(part in name for name in moved) for part in (".operator.", ".readout.", "q_proj"))
 
 
-@pytest.mark.parametrize("operator", [hugging_face.rewa.with_closed_gates, "sko", "ska(power=1)"])
+@pytest.mark.parametrize("operator", [rewa.with_closed_gates, "sko", "ska(power=1)"])
 def test_an_adapter_trains_and_saves_the_operators_it_names(operator: Any, tmp_path: Any) -> None:
     """peft freezes and leaves out what an operator learns, unless ``modules_to_save`` names it."""
     peft = pytest.importorskip("peft")
@@ -449,7 +428,7 @@ def test_an_adapter_trains_and_saves_the_operators_it_names(operator: Any, tmp_p
     frozen = adapted()
     assert not trainable(frozen)
     assert all(value.requires_grad for name, value in frozen.named_parameters() if "lora_" in name)
-    for each in hugging_face.operators(frozen):
+    for each in hf.operators(frozen):
         each.requires_grad_(True)
     frozen.save_pretrained(tmp_path / "alone")
     assert all("lora_" in name for name in load_file(tmp_path / "alone" / "adapter_model.safetensors"))
@@ -484,6 +463,6 @@ def test_an_adapter_trains_and_saves_the_operators_it_names(operator: Any, tmp_p
     assert torch.equal(logits_of(again), logits)
     merged = again.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    found = logits_of(hugging_face.from_pretrained(tmp_path / "merged"))
+    found = logits_of(hf.from_pretrained(tmp_path / "merged"))
     assert torch.equal(found, logits_of(merged))
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
