@@ -35,7 +35,7 @@ NAMING = (
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
     "docs/merging.md",
-    "docs/convert.md",
+    "docs/convert_measured.md",
     "docs/long_context.md",
     "docs/sparse_measured.md",
     "docs/backbones.md",
