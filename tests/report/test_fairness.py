@@ -178,6 +178,10 @@ def test_runs_that_diverged(fair):
         final=None,
         message="train: the loss became nan in step 7 of 300: layer 1. Lower the rate.",
     )
+    assert sentence(fair, "failed") == (
+        "1 of 18 runs was dropped because the loss or its gradient was no longer finite: SKO at rate 0.01, 1 of 3 "
+        "seeds."
+    )
     edit(fair, "runs/sko/seed-1-lr-0.01", status="failed", final=None, message="train: out of memory.")
     assert sentence(fair, "failed") == (
         "2 of 18 runs were dropped, 1 of them because the loss or its gradient was no longer finite: SKO at rate "

@@ -151,7 +151,8 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     if not failed:
         return None
     diverged = sum(bool(run.message and _DIVERGED.search(run.message)) for run in failed)
-    why = f", {diverged} of them because the loss or its gradient was no longer finite" if diverged else ""
+    because = "because the loss or its gradient was no longer finite"
+    some = f", {diverged} of them {because}" if diverged else ""
     labels = {row.operator: row.label for row in rows}
     groups: dict[tuple[str, float], int] = {}
     for run in failed:
@@ -160,11 +161,12 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
         f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {len(data.seeds)} seeds"
         for (operator, rate), count in groups.items()
     )
-    verb = "run was" if len(failed) == 1 else "runs were"
+    verb = "was" if len(failed) == 1 else "were"
+    why = f" {because}" if diverged == len(failed) else some
     return Flag(
         "failed",
         tuple(dict.fromkeys(run.operator for run in failed)),
-        f"{len(failed)} of {len(data.runs)} {verb} dropped{why}: {which}.",
+        f"{len(failed)} of {len(data.runs)} runs {verb} dropped{why}: {which}.",
     )
 
 
