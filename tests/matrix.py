@@ -16,7 +16,10 @@ from zonal.algebra.declaration import declared
 from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
 
-CAUSAL_NAMES = tuple(name for name in m.names() if not m.resolve(name).tags.couples)
+# sequences of tests are shorter than the window of local_global
+CAUSAL_NAMES = tuple(
+    {"local_global": "local_global(window=3)"}.get(name, name) for name in m.names() if not m.resolve(name).tags.couples
+)
 """Mechanisms that have a causal order; the others are for encoders."""
 
 DECLARED = declared("score", "link", "anchor", "prior", "metric", "search", "features")
@@ -37,6 +40,9 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "slay": lambda: m.slay(scale="small"),
     "performer": lambda: m.performer(draws=12),
     "hedgehog": lambda: m.hedgehog(size=6),
+    "local_global": lambda: m.local_global(window=5),
+    "local_global-hedgehog": lambda: m.local_global(window=4, far="hedgehog(size=6)"),
+    "local_global-learned": lambda: m.local_global(window=1, far="squared_affine(learn_bias=True)", weight=0.3),
     "ridge": m.ridge,
     "ska-0": lambda: m.ska(power=0),
     "ska-1": lambda: m.ska(power=1),
@@ -169,6 +175,7 @@ RUNS = {
         "rewa_functional-linear", "sko-chunk",
     ),
     ("chunked", "streaming"): (
+        "local_global", "local_global-hedgehog", "local_global-learned",
         "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk",
         "kernel_ridge", "kernel_ridge-sko",
         "kernel_ridge-slay", "kernel_ridge-chunk",
@@ -262,7 +269,7 @@ def fitted(operator: Operator, case: Case) -> Case:
     chunks = any(isinstance(part, prior.ChunkCausal) for part in operator.prior)
     if tags.couples:
         case = replace(case, causal=False, log_decay=False)
-    if tags.decays:
+    if tags.decays or tags.window:
         case = replace(case, causal=True)
     if not isinstance(kind, anchor.Plan | anchor.UnbalancedPlan | anchor.BoundedPlan) or any(
         isinstance(part, prior.Window) for part in operator.prior
@@ -272,7 +279,7 @@ def fitted(operator: Operator, case: Case) -> Case:
         case = replace(case, queries=case.keys, packed=())
     if tags.solves:
         case = replace(case, key_bias=False, log_decay=case.log_decay and tags.decays)
-    if chunks:
+    if chunks or tags.window:
         case = replace(case, log_decay=False)
     if not (tags.solves and operator.score.plain and isinstance(operator.link, link.Identity)):
         case = replace(case, weights="")

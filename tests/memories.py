@@ -7,7 +7,7 @@ from matrix import OPERATORS, randomised
 from torch import Tensor
 
 import zonal
-from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, WindowedSums
 
 BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
 KINDS: dict[str, type[Memory]] = {
@@ -16,6 +16,7 @@ KINDS: dict[str, type[Memory]] = {
     "decayed": DecayedSums,
     "ridge": RidgeStatistics,
     "fading": FadingStatistics,
+    "windowed": WindowedSums,
 }
 EXPECTED = {
     "softmax": "keys",
@@ -42,6 +43,9 @@ EXPECTED = {
     "polynomial_square": "features",
     "sko-chunk": "features",
     "retention": "decayed",
+    "local_global": "windowed",
+    "local_global-hedgehog": "windowed",
+    "local_global-learned": "windowed",
     "ridge": "ridge",
     "ska-0": "ridge",
     "ska-1": "ridge",

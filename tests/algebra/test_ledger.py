@@ -106,6 +106,17 @@ def moments(operator: Operator) -> None:
     assert near(fitted, values.flatten(1))
 
 
+def sums_before_the_window(operator: Operator) -> None:
+    """A memory without the keys before the window answers as the definition does with all of them."""
+    given = inputs(CASE)
+    memory = Memory.empty(operator, 1, CASE.kv_heads, CASE.key_dim, CASE.value_dim, torch.float64)
+    with torch.no_grad():
+        memory = memory.absorb(given.k, given.v)
+        assert memory.tensors()["k"].shape[2] == operator.tags.window < CASE.keys
+        whole = zonal.attention(given.q, given.k, given.v, operator, causal=True, path="dense")
+        assert near(memory.read(given.q[:, :, -1:]), whole[:, :, -1:])
+
+
 def square_features(operator: Operator) -> None:
     call = called(operator, dataclasses.replace(CASE, queries=40, keys=40, causal=False))
     kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k))
@@ -388,7 +399,8 @@ def contraction(operator: Operator) -> None:
 CHECKS: dict[str, Callable[[Operator], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest,
+        support, exponential_link, linear_link, moments, sums_before_the_window, square_features,
+        bounded_link, low_rank, no_norms, nearest,
         key_bias, turns_compose, exact_features, no_leak,
         reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks,
         no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, definite_kernel,

@@ -76,7 +76,7 @@ def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str)
     assert_same(
         y, dense(call_of(operator, data)), leaves_of(operator, data), tolerance=3e-8 if name == "rewa-curved" else 1e-9
     )
-    assert memory.kind == "keys"
+    assert memory.kind == ("windowed" if operator.tags.window else "keys")
     assert memory.count == 19
 
 

@@ -45,7 +45,7 @@ def test_read_is_the_definition(name: str, padded: bool) -> None:
         1,
     )
     k, v = torch.cat([tokens.k, own], 2), torch.cat([tokens.v, own[..., :VALUE]], 2)
-    free = any(isinstance(p, prior.Window | prior.ALiBi) for p in op.prior)
+    free = any(isinstance(p, prior.Window | prior.ALiBi) for p in op.prior) or op.tags.window > 0
     if free:  # these count positions: the query stands at the last token itself
         k, v, mask = tokens.k, tokens.v, mask[:, :-1]
     expected = (
@@ -243,7 +243,9 @@ def test_bytes(name: str) -> None:
         memory.read(q)
     token = BATCH * KV * (DIM + VALUE) * 8
     chunk = next((p.size for p in op.prior if isinstance(p, prior.ChunkCausal)), None)
-    if EXPECTED[name] != "keys" and chunk is None:
+    if EXPECTED[name] == "windowed":
+        assert [size - sizes[0] for size in sizes] == [token * min(n, op.tags.window) for n in range(TOKENS)]
+    elif EXPECTED[name] != "keys" and chunk is None:
         assert len(set(sizes)) == 1
     elif chunk is not None:
         assert [size - sizes[0] for size in sizes] == [token * (n % chunk) for n in range(TOKENS)]

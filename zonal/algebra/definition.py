@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Blocks, Marginals
-from zonal.algebra.operator import Bound
+from zonal.algebra.bound import Bound, Far
 from zonal.algebra.prior import Bias, Visibility
 
 
@@ -52,11 +52,15 @@ def evidence(
 ) -> tuple[Tensor, Tensor]:
     """K with its prior, (B, H, T, S), and a mask of allowed pairs that broadcasts to it.
 
-    For a link in log space it is log K. Forbidden pairs are 0, or -inf for log K.
+    For a link in log space it is log K. Forbidden pairs are 0, or -inf for log K. With an anchor that has a window, K
+    is the far kernel for all but the last real keys, as many as the window has, up to the query.
     """
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
     block = kernel(bound, coefficients, q, k)
+    if bound.far is not None:
+        distance = visibility.distance(block.device)
+        block = torch.where(distance >= bound.far.window, _log_far(bound.far, q, k), block)
     mask = visibility.tile(0, queries, 0, keys, block.device)
     visible = mask if mask is not None else torch.ones(1, 1, queries, keys, dtype=torch.bool, device=block.device)
     prior = bias.tile(0, queries, 0, keys, visibility.position, block.dtype)
@@ -65,6 +69,17 @@ def evidence(
         prior = prior.masked_fill(~visible, 0)
         block = block + prior if log else block * prior.exp()
     return block.masked_fill(~visible, float("-inf") if log else 0.0), visible
+
+
+def _log_far(far: Far, q: Tensor, k: Tensor) -> Tensor:
+    """log of the far kernel of all pairs, (B, H, T, S), for prepared q and k with key heads repeated."""
+    groups = far.bound.groups
+    keys = far.keys(k[:, ::groups])  # what a far score has learned of keys has a row for each key head
+    block = kernel(far.bound, far.bound.coefficients.to(q), far.queries(q), keys.repeat_interleave(groups, 1))
+    block = block * far.weight.to(q).view(1, -1, 1, 1)
+    # a second where keeps the gradient of the logarithm out of pairs without evidence
+    some = block > 0
+    return torch.where(some, torch.where(some, block, 1).log(), float("-inf"))
 
 
 def weights(

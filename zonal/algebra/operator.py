@@ -4,14 +4,15 @@ Softmax attention is one value of this type.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zonal.algebra import ledger
-from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
+from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, LocalGlobal, Ridge, Row, TopK
+from zonal.algebra.bound import Bound, Far
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
@@ -45,13 +46,14 @@ class Tags(NamedTuple):
     decays: bool  # the prior fades with time
     includes_self: bool  # whether a causal query sees its own key
     couples: bool  # a query's weights depend on the other queries, too
-    # of anchors: "sums" over the keys of a row, "ridge" (solves), "plan", "tree", "" (none of these)
+    # of anchors: "sums" over the keys of a row, "ridge" (solves), "window" (sums over two kernels), "plan", "tree", ""
     family: str = "sums"
     # an anchor whose type is exactly that of "row", "count", "raw" or "ridge", which compiled kernels know
     reduction: str | None = None
     top: int = 0  # how many keys a row keeps, 0 = all
     shifts: int = 0  # the most Koopman steps of a head's read-out
     by_query: bool = False  # each query needs an inverse of its own
+    window: int = 0  # how many of the last keys have the operator's kernel, earlier ones a far kernel; 0 = all
 
     @property
     def cancels(self) -> bool:
@@ -60,31 +62,6 @@ class Tags(NamedTuple):
         Sums used by one call only are then float64.
         """
         return self.positive and self.normalises and (self.degree or 1) > 1
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The parts of an operator with the current values of its parameters, for given numbers of heads.
-
-    coefficients: the link's, (n, H or 1, 1, 1) float64. kv: the same for the kernel among keys (rows per key head).
-    anchor_params: rows per query head, except names in ``anchor.kv_rows``: rows per key head.
-    """
-
-    score: Score
-    link: Link
-    anchor: Anchor
-    priors: tuple[Prior, ...]
-    heads: int
-    kv_heads: int
-    coefficients: Tensor
-    score_params: Params
-    anchor_params: Params
-    log_decay: Tensor | None  # (Hkv,) float64, of a declared constant decay
-    slopes: Tensor | None  # (H,)
-
-    @property
-    def groups(self) -> int:
-        return self.heads // self.kv_heads
 
 
 class Operator(nn.Module):
@@ -206,6 +183,7 @@ class Operator(nn.Module):
             top=anchor.top,
             shifts=anchor.shifts,
             by_query=anchor.by_query,
+            window=anchor.window,
         )
 
     def refusal(self, dim: int | None = None) -> str | None:
@@ -225,7 +203,24 @@ class Operator(nn.Module):
             )
         if self.anchor.couples:
             return self._coupled_refusal()
+        if self.anchor.window:
+            return self._window_refusal()
         return self._solve_refusal(dim) if self.anchor.solves else None
+
+    def _window_refusal(self) -> str | None:
+        name = type(self.anchor).__name__
+        if not self.link.log_space or not self.score.bilinear:
+            return (
+                f"anchor {name} has an exponential of a dot product in its window; use score.Dot() or score.Cosine() "
+                "with link.Exp()"
+            )
+        other = next((p for p in self.prior if not isinstance(p, Causal) or p.include_self is False), None)
+        if other is not None:
+            return (
+                f"anchor {name} has a window that ends with the query's own key, and sums without positions before it; "
+                f"drop prior {type(other).__name__}"
+            )
+        return None
 
     def _coupled_refusal(self) -> str | None:
         name = type(self.anchor).__name__
@@ -312,7 +307,22 @@ class Operator(nn.Module):
             anchor_params=self._params("anchor", heads, kv_heads),
             log_decay=None if decay is None else decay[1].log_decay(self._params(decay[0], heads, kv_heads), kv_heads),
             slopes=None if alibi is None else alibi.for_heads(heads),
+            far=self._far(heads, kv_heads) if isinstance(self.anchor, LocalGlobal) else None,
         )
+
+    def _far(self, heads: int, kv_heads: int) -> Far:
+        anchor, params = self.anchor, self._params("anchor", heads, kv_heads)
+        assert isinstance(anchor, LocalGlobal)
+
+        def of(slot: str) -> Params:
+            return {name.removeprefix(slot): value for name, value in params.items() if name.startswith(slot)}
+
+        bound = Bound(
+            score=anchor.score, link=anchor.link, anchor=Row(), priors=(), heads=heads, kv_heads=kv_heads,
+            coefficients=anchor.link.coefficients(of("link_")), score_params=of("score_"), anchor_params={},
+            log_decay=None, slopes=None,
+        )  # fmt: skip
+        return Far(anchor.window, bound, anchor.factor(params))
 
     def _coefficients(self, heads: int, kv_heads: int) -> Tensor:
         if self.anchor.solves and kv_heads != heads:
@@ -371,13 +381,15 @@ class Operator(nn.Module):
         """
         kv_heads = kv_heads or heads
         score = self.score if dim is None else self.score.sized(dim, kv_heads)
+        anchor = self.anchor if dim is None else self.anchor.sized(dim, kv_heads)
         link = self.link if dim is None else self.link.sized(dim)
         link = link.spread(kv_heads if self.anchor.solves else heads)
-        new = self._named_alike(score, link, self.anchor, self.prior)
+        new = self._named_alike(score, link, anchor, self.prior)
         new.spec = self.spec
+        own = {"score": score == self.score, "anchor": anchor == self.anchor}
         for slot, _ in self._parts():
-            # a score that was sized just now has numbers of its own, which this operator does not have
-            source = new if slot == "score" and score != self.score else self
+            # a part that was sized just now has numbers of its own, which this operator does not have
+            source = self if own.get(slot, True) else new
             for key, value in source._params(slot, heads, kv_heads).items():
                 name = f"{slot}_{key}"
                 if key not in source._learned[slot]:
@@ -404,11 +416,15 @@ class Operator(nn.Module):
         new.spec, new.learned_parts, new.fixed_parts = self.spec, self.learned_parts, self.fixed_parts
         return new
 
+    def sized_since(self, other: "Operator") -> tuple[Literal["score", "anchor"], ...]:
+        """The parts that were sized when ``for_heads`` made this operator from the other one."""
+        return tuple(slot for slot in ("score", "anchor") if getattr(self, slot) != getattr(other, slot))
+
     @torch.no_grad()
-    def start(self, entry: float, seed: int) -> None:
-        """Let a score that was sized for a layer start as the layer's: ``Score.started`` has the arguments."""
-        for key, value in self.score.started(entry, seed).items():
-            own = self._value("score", key)
+    def start(self, slot: Literal["score", "anchor"], entry: float, seed: int) -> None:
+        """Let a part that was sized for a layer start as the layer's: ``Score.started`` has the arguments."""
+        for key, value in (self.score if slot == "score" else self.anchor).started(entry, seed).items():
+            own = self._value(slot, key)
             own.copy_(value.expand(own.shape))
 
     @torch.no_grad()
@@ -446,7 +462,7 @@ class Operator(nn.Module):
         past = Derived("moments", f"hence moments of keys up to degree {tags.degree} carry all of the past")
         if tags.degree is None:
             past = Derived("", "hence no finite sum over keys is exact: the past must be kept as keys and values")
-        if not tags.solves:  # what a solve keeps is its anchor's to say
+        if not (tags.solves or tags.window):  # what these keep is their anchor's to say
             listed = [replace(move, derives=(*move.derives, past)) if move.slot == "link" else move for move in listed]
         support = Derived("support", "hence K is an array, and nothing comes from a pair that is forbidden")
         text = "records are a fixed, finite set of tokens, and a pair is allowed or it is not"
@@ -540,4 +556,4 @@ def apart(a: Operator, b: Operator) -> str:
     return f"{a.name!r} with {slot} {shown[0]} and {b.name!r} with {shown[1]}"
 
 
-__all__ = ["Bound", "Operator", "Readout", "Tags", "apart"]
+__all__ = ["Bound", "Far", "Operator", "Readout", "Tags", "apart"]

@@ -285,6 +285,17 @@ class Visibility:
             mask = keys if mask is None else mask & keys
         return mask
 
+    def distance(self, device: torch.device) -> Tensor:
+        """How many real keys come after each key up to the query's position, (B or 1, 1, T, S) int64.
+
+        Padding takes no place: a query at padding stands at the last real key before it.
+        """
+        position = self.position.to(device)
+        if self.key_mask is None:
+            return (position[:, None] - torch.arange(self.keys, device=device))[None, None]
+        rank = torch.nn.functional.pad(self.key_mask.long().cumsum(-1), (1, 0))
+        return (rank[:, (position + 1).clamp_min(0), None] - rank[:, None, 1:])[:, None]
+
     def count(self, device: torch.device) -> Tensor:
         """How many keys each query sees, (B or 1, 1, T) int64."""
         lo, hi = self.lo.to(device), torch.maximum(self.hi, self.lo).to(device)

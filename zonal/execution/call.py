@@ -15,7 +15,7 @@ from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibilit
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.memory import KeyValues, Memory, Tokens
-from zonal.memory.incoming import undeclared
+from zonal.memory.incoming import untaken
 from zonal.memory.weights import check_weights, weighed
 
 _ORDER = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
@@ -184,7 +184,14 @@ class Call:
         return x if self.bound.groups == 1 else x.repeat_interleave(self.bound.groups, dim=1)
 
     def scaled(self, y: Tensor) -> Tensor:
-        """y times the anchor's factor a head, in the type of the result."""
+        """y times the anchor's factor a head, in the type of the result.
+
+        With an anchor that has a window, which ends with the query's own key, queries whose key is padding get zeros.
+        """
+        mask = self.visibility.key_mask
+        if self.tags.window and mask is not None and mask.shape[1]:
+            real = mask[:, self.visibility.position.clamp_min(0).to(mask.device)]
+            y = y.masked_fill(~real[:, None, :, None], 0)
         factor = self.bound.anchor.output_scale(self.bound.anchor_params, self.bound.heads)
         if factor is not None:
             y = y * factor.to(y).view(1, -1, 1, 1)
@@ -317,12 +324,10 @@ def prepare(
         raise ArgumentError(
             f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
         )
-    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if tags.solves and given is not None and not (name == "log_decay" and tags.decays):
-            raise ArgumentError(
-                f"attention: operator {operator.name!r} solves with the kernel among keys; "
-                f"{name} must be None{undeclared(name)}."
-            )
+    if log_decay is not None and (reason := untaken(operator, "log_decay")) is not None:
+        raise ArgumentError(f"attention: {reason}")
+    if key_bias is not None and (reason := untaken(operator, "key_bias")) is not None:
+        raise ArgumentError(f"attention: {reason}")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, scale)
@@ -342,6 +347,11 @@ def prepare(
         raise ArgumentError(
             f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets "
             f"each query's weights depend on all queries, and causal=True {LEAK}."
+        )
+    if tags.window and not tied:
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} has a window that ends with the query's own key, which has a "
+            "meaning only for causal=True."
         )
     if decay is not None and not tied:
         raise ArgumentError(

@@ -15,7 +15,19 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.execution import work
 from zonal.execution.call import Call, following
-from zonal.execution.paths import chunked, distance, ridge, sparse, streaming, sums, tile, tiled, transport, tree
+from zonal.execution.paths import (
+    chunked,
+    distance,
+    local_global,
+    ridge,
+    sparse,
+    streaming,
+    sums,
+    tile,
+    tiled,
+    transport,
+    tree,
+)
 from zonal.execution.paths.dense import dense
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
@@ -218,6 +230,9 @@ ROUTES: tuple[Route, ...] = (
           ("sums",)),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
+    Route("chunked", "C++ window and sums", local_global.refusal, work.compiled_window, local_global.compiled, _SUMS,
+          "window", False, sources=("tile", "sums")),
+    Route("chunked", "torch window and sums", _never, work.window, local_global.by_torch, _TORCH, "window"),
     Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", False, ridge.runner,
           ("ridge",)),
     Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", True),

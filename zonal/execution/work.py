@@ -245,7 +245,8 @@ def tree(s: Shape) -> Work:
 
 
 def _features(s: Shape) -> tuple[int, bool]:
-    """How many features a key has, and whether they are its own numbers."""
+    """How many features a key that is summed up has, and whether they are its own numbers."""
+    s = _far(s) if s.tags.window else s
     found = feature_map(s.bound.link)
     assert found is not None
     return found.dimension(s.dim), found.trivial
@@ -317,6 +318,52 @@ def sums(s: Shape) -> Work:
         calls, steps = calls * 3.0, steps * 3.0
     moved = (2 * steps + _tokens(s) * s.back) * s.itemsize
     return Work(multiply_adds * s.back, moved, peak * s.itemsize, calls, buffer=scratch * s.itemsize)
+
+
+# -- a window, and sums before it ------------------------------------------------------------------
+
+
+def _near(s: Shape) -> Shape:
+    """The call as one of a window only."""
+    reach = s.tags.window
+    return s._replace(
+        tags=s.tags._replace(window=0), pairs=min(s.pairs, float(s.queries * reach)), past=min(s.past, reach),
+        keeps=False, kind="keys",
+    )  # fmt: skip
+
+
+def _far(s: Shape) -> Shape:
+    """The call as one of sums before the window only."""
+    far = s.bound.far
+    assert far is not None
+    tags = s.tags._replace(window=0, log_space=False, degree=far.bound.link.degree)
+    return s._replace(bound=far.bound, tags=tags, dim=far.width(s.dim), coefficients=far.bound.coefficients.shape[0])
+
+
+def _both(s: Shape, near: Work, far: Work) -> Work:
+    """A window and sums, one after the other, and their merge."""
+    rows = s.batch * s.heads * s.queries * float(s.value_dim + 1)
+    return Work(
+        near.multiply_adds + far.multiply_adds, near.bytes + far.bytes + 6 * rows * s.itemsize * s.back,
+        near.peak_bytes + far.peak_bytes + 3 * rows * s.itemsize, near.launches + far.launches + 30.0 * s.back,
+        min(near.tasks, far.tasks), max(near.buffer, far.buffer),
+    )  # fmt: skip
+
+
+def compiled_window(s: Shape) -> Work:
+    """Tiles of the window and sums before it, by compiled kernels."""
+    return _both(s, compiled_tiles(_near(s)), compiled_sums(_far(s)))
+
+
+def window(s: Shape) -> Work:
+    """Blocks of a window by torch, each with the keys that any of its queries sees, and sums before it."""
+    pairs = s.batch * s.heads * s.queries * (2.0 * s.tags.window)
+    steps = (EXPONENTIAL + _SELECT + 6) * pairs
+    near = Work(
+        pairs * (s.dim + s.value_dim) * s.back, 2 * steps * s.back * s.itemsize,
+        (3.0 + 2 * s.gradients) * pairs * s.itemsize, 60.0 * s.back, buffer=pairs * s.itemsize,
+    )  # fmt: skip
+    return _both(s, near, sums(_far(s)))
 
 
 # -- ridge and Koopman read-outs -------------------------------------------------------------------
@@ -458,6 +505,7 @@ def steps(s: Shape) -> Work:
     state = kv * features * float(s.width)
     itemsize = 8 if s.tags.cancels and not s.past and not s.keeps else s.itemsize
     done = (kv * prefix + tokens * (kv + heads)) * features * s.width * back
+    done += heads * tokens * min(s.tags.window, s.past + s.keys) * float(s.dim + s.value_dim) * back
     row = tokens * (state * (2.5 + s.tags.decays) + (kv + heads) * features * (0 if trivial else 3.0)) * back
     peak = out / 2 + state * (3.0 + (2.0 if trivial else 0.5) * tokens * s.gradients) + heads * features * 3.0
     peak += kv * features * min(prefix, 4096)

@@ -371,8 +371,8 @@ def _for_layer(call: str, layer: Any, operator: Choice) -> Operator:
         raise ArgumentError(
             f"{call}: operator {made.name!r} needs other queries and keys than those of {dim} numbers per head: {error}"
         ) from error
-    if own.score != made.score:  # it was sized here: what it draws is this layer's own
-        own.start(1.0, getattr(layer, "layer_idx", None) or 0)
+    for slot in own.sized_since(made):  # what they draw is this layer's own
+        own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
     return own.to(next(layer.parameters()).device)
 
 

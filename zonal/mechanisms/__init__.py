@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what editors show; at run time every module of this folder 
     from zonal.mechanisms.hyperbolic_transport import hyperbolic_transport
     from zonal.mechanisms.kernel_ridge import kernel_ridge
     from zonal.mechanisms.linear import linear
+    from zonal.mechanisms.local_global import local_global
     from zonal.mechanisms.performer import performer
     from zonal.mechanisms.polynomial_square import polynomial_square
     from zonal.mechanisms.regime import regime
@@ -68,8 +69,8 @@ def resolve(spec: str) -> Operator:
 
 __all__ = [
     "MECHANISMS", "SHORT", "Mechanism", "cosine", "declaration", "hedgehog", "hierarchical", "hyperbolic_transport",
-    "kernel_ridge", "linear", "names", "of_features", "performer", "polynomial_square", "regime", "regime_spec",
-    "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory",
-    "rewa_riemannian", "rewa_topological", "ridge", "sinkhorn", "ska", "sko", "slay", "softmax", "squared_affine",
-    "yat",
+    "kernel_ridge", "linear", "local_global", "names", "of_features", "performer", "polynomial_square", "regime",
+    "regime_spec", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator",
+    "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "sinkhorn", "ska", "sko", "slay", "softmax",
+    "squared_affine", "yat",
 ]  # fmt: skip

@@ -113,6 +113,10 @@ def part_spec(part: Declaration) -> str:
     """A declaration as ``regime`` reads it: its name, with the arguments that are not at their defaults."""
     if isinstance(part, Features) and part == Features(part.features):
         part = part.features  # the name of a map means its score
+    return _spec(part)
+
+
+def _spec(part: Declaration) -> str:
     assert dataclasses.is_dataclass(part)
     fields = {
         field.name: getattr(part, field.name)
@@ -126,7 +130,7 @@ def part_spec(part: Declaration) -> str:
 def _literal(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_literal(item) for item in value)
-    return part_spec(value) if isinstance(value, Declaration) else value
+    return _spec(value) if isinstance(value, Declaration) else value
 
 
 def regime_spec(operator: Operator) -> str:

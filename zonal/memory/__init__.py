@@ -12,8 +12,9 @@ from zonal.memory.ridge import FadingStatistics, RidgeStatistics
 from zonal.memory.spans import Span
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
+from zonal.memory.windowed import WindowedSums
 
 __all__ = [
     "Criterion", "DecayedSums", "Decoder", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory",
-    "Reading", "RidgeStatistics", "Span", "Tokens",
+    "Reading", "RidgeStatistics", "Span", "Tokens", "WindowedSums",
 ]  # fmt: skip

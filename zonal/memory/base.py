@@ -56,13 +56,15 @@ class Memory(Readable):
 
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
-        """The smallest kind of memory that is exact: "keys", "features", "decayed", "ridge" or "fading"."""
+        """The smallest kind of memory that is exact: "keys", "features", "decayed", "windowed", "ridge" or "fading"."""
         operator = operator.for_dim(key_dim)
         if operator.anchor.solves:
             natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
             return "keys" if statistics_refusal(operator, key_dim) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
+        if operator.anchor.window:
+            return "windowed"
         if not any(isinstance(p, Decay) for p in operator.prior):
             return "features"
         return "keys" if any(isinstance(p, ChunkCausal) for p in operator.prior) else "decayed"

@@ -47,11 +47,8 @@ def check_tokens(
                 f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = "
                 f"{(form.batch, form.heads, n)}, received {tuple(x.shape)}."
             )
-        if x is not None and operator.anchor.solves and not (name == "log_decay" and operator.tags.decays):
-            raise ArgumentError(
-                f"Memory.absorb: operator {operator.name!r} solves with the kernel among keys; {name} must "
-                f"be None{undeclared(name)}."
-            )
+        if x is not None and (reason := untaken(operator, name)) is not None:
+            raise ArgumentError(f"Memory.absorb: {reason}")
     if log_decay is not None and bool((log_decay > 0).any()):
         raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
     for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
@@ -81,10 +78,17 @@ def prepared(
     return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
 
 
-def undeclared(name: str) -> str:
-    """What to do about an argument that a solving operator takes only where it declares it."""
+def untaken(operator: Operator, name: str) -> str | None:
+    """Why an operator does not take ``log_decay`` or ``key_bias``, as a sentence, or None."""
+    tags = operator.tags
+    if name == "log_decay" and tags.window:
+        return f"operator {operator.name!r} sums up the keys before its window without a decay; log_decay must be None."
+    if not tags.solves or (name == "log_decay" and tags.decays):
+        return None
+    declared = ", unless it declares that its past fades, as mechanisms.ska(fading=True) does"
     return (
-        ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
+        f"operator {operator.name!r} solves with the kernel among keys; {name} must be "
+        f"None{declared if name == 'log_decay' else ''}."
     )
 
 
@@ -99,4 +103,4 @@ def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | Non
     return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
 
 
-__all__ = ["check_tokens", "decay_of", "prepared", "undeclared"]
+__all__ = ["check_tokens", "decay_of", "prepared", "untaken"]

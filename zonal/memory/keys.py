@@ -76,7 +76,7 @@ class KeyValues(Memory):
     def extended(self, tokens: Tokens) -> Memory:
         if tokens.length == 0:
             return self
-        tokens = tokens._replace(k=tokens.k.to(_key_dtype(self.operator, self.form)), v=tokens.v.to(self.form.dtype))
+        tokens = tokens._replace(k=tokens.k.to(key_dtype(self.operator, self.form)), v=tokens.v.to(self.form.dtype))
         if tokens.log_decay is not None and tokens.log_decay.shape[0] != self.form.batch:
             tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
         tokens = tokens.completed(self.buffer.room)
@@ -146,6 +146,9 @@ class KeyValues(Memory):
         """
         if bound.anchor.solves and self.operator.tags.decays:
             why = "its past fades, which only sums (kind='fading') keep account of"
+            raise no_evidence(self.kind, self.operator.name, why)
+        if bound.far is not None:
+            why = "its kernel depends on the distance of query and key, so that it is no measure of likeness"
             raise no_evidence(self.kind, self.operator.name, why)
         if not bound.anchor.solves and not self.operator.tags.positive:
             raise no_evidence(self.kind, self.operator.name, "K may be negative, so that it is no measure of likeness")
@@ -260,7 +263,7 @@ class KeyValues(Memory):
         form, room = self.form, self.buffer.room
         held = length if self.reach is None else min(length, self.reach)
         token = form.heads * (
-            self.operator.score.width(form.key_dim) * _key_dtype(self.operator, form).itemsize
+            self.operator.score.width(form.key_dim) * key_dtype(self.operator, form).itemsize
             + form.value_dim * form.dtype.itemsize
         )
         token += 0 if room.mask is None else 1
@@ -279,7 +282,7 @@ class KeyValues(Memory):
         width = operator.score.width(form.key_dim)
         expected = ((*by_head, width), (*by_head, form.value_dim), (form.batch, n), by_head, by_head)
         fits = all(x is None or tuple(x.shape) == shape for x, shape in zip(held, expected, strict=True))
-        if not fits or held.k.dtype != _key_dtype(operator, form):
+        if not fits or held.k.dtype != key_dtype(operator, form):
             raise ValueError("the tensors do not have the shapes of the header")
         memory = cls(operator, form, count, _Buffer(held, n), 0, n)
         if n != (count if memory.reach is None else min(count, memory.reach)):
@@ -287,7 +290,7 @@ class KeyValues(Memory):
         return memory
 
 
-def _key_dtype(operator: Operator, form: Form) -> torch.dtype:
+def key_dtype(operator: Operator, form: Form) -> torch.dtype:
     """Of kept keys: that of the memory, but float32 at least where the score changes keys (a unit vector in bfloat16 is
     off by 0.4 %).
     """
@@ -296,7 +299,7 @@ def _key_dtype(operator: Operator, form: Form) -> torch.dtype:
 
 def _no_tokens(operator: Operator, form: Form) -> Tokens:
     width = operator.score.width(form.key_dim)
-    k = torch.empty(form.batch, form.heads, 0, width, dtype=_key_dtype(operator, form), device=form.device)
+    k = torch.empty(form.batch, form.heads, 0, width, dtype=key_dtype(operator, form), device=form.device)
     return Tokens(k, torch.empty(form.batch, form.heads, 0, form.value_dim, dtype=form.dtype, device=form.device))
 
 
@@ -324,4 +327,4 @@ def _write(place: Tokens, tokens: Tokens) -> None:
             x.data.copy_(y.detach())
 
 
-__all__ = ["KeyValues"]
+__all__ = ["KeyValues", "key_dtype"]

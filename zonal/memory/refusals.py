@@ -1,9 +1,11 @@
 """Which sums can hold the past of an operator: sums over features, ridge statistics, or none (keys are kept then)."""
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Ridge, TopK
+from zonal.algebra.anchor import LocalGlobal, Ridge, TopK
+from zonal.algebra.link import Link
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import ALiBi, Prior, Window
+from zonal.algebra.score import Score
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory.whitened import MAX_STATISTICS, harmonics_of, width_of
 
@@ -12,7 +14,10 @@ MAX_FEATURES = 8192
 
 
 def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
-    """Why sums over features do not carry the past of an operator, or None when they do."""
+    """Why sums over features do not carry the past of an operator, or None when they do.
+
+    With an anchor that has a window, the past is what lies before it.
+    """
     if parts.anchor.solves:
         return f"anchor {type(parts.anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     if isinstance(parts.anchor, TopK):
@@ -25,13 +30,14 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
                 f"prior {type(prior).__name__} weights each past key by its distance, "
                 "and a sum over keys does not keep positions"
             )
-    features = feature_map(parts.link)
+    score, link = _summed(parts)
+    features = feature_map(link)
     if features is None:
-        return f"link {type(parts.link).__name__} has no finite feature map that is exact"
-    size = features.dimension(parts.score.width(key_dim))
+        return f"link {type(link).__name__} has no finite feature map that is exact"
+    size = features.dimension(score.width(key_dim))
     if size > MAX_FEATURES:
         return (
-            f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension "
+            f"link {type(link).__name__} of degree {features.degree} needs {size} features at head dimension "
             f"{key_dim}, more than {MAX_FEATURES}"
         )
     return None
@@ -39,7 +45,14 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
 
 def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
     """The feature map that sums over keys can be kept with, or None."""
-    return None if features_refusal(operator, key_dim) else feature_map(operator.link)
+    return None if features_refusal(operator, key_dim) else feature_map(_summed(operator)[1])
+
+
+def _summed(parts: Operator | Bound) -> tuple[Score, Link]:
+    """Score and link of the keys that are summed up: of a far kernel where the anchor declares one."""
+    if isinstance(parts.anchor, LocalGlobal):
+        return parts.anchor.score, parts.anchor.link
+    return parts.score, parts.link
 
 
 def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:

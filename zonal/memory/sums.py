@@ -74,7 +74,7 @@ def least_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
     return (held * asked).sqrt() * (128 * torch.finfo(state.dtype).eps)
 
 
-def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
+def plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
     """state + sum_s phi(k_s) v_s^T."""
     if k.shape[2] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (state, k, v))):
         # one pass over the state: what a decoder does at each token
@@ -130,7 +130,7 @@ class Sums(Summed):
         if tokens.log_decay is not None:
             v = v * tokens.left_at_end().to(v).unsqueeze(-1)
             earlier = fading(self).faded(tokens.log_decay.sum(-1))
-        return replace(earlier, state=_plus(earlier.state, k, v, self.features))
+        return replace(earlier, state=plus(earlier.state, k, v, self.features))
 
     def faded(self, log_decay: Tensor) -> Self:
         assert self.total is not None
@@ -227,6 +227,7 @@ __all__ = [
     "fading",
     "features_of",
     "least_of",
+    "plus",
     "total_of",
     "with_mass",
 ]

@@ -125,8 +125,8 @@ class Attention(TokenMixer):
         self.neighbours = resolved.score.deaths
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
-        # a score that was sized here starts as the layer's, and so does what it draws
-        self._starts = self.operator.score != resolved.score
+        # a part that was sized here starts as the layer's, and so does what it draws
+        self._starts = self.operator.sized_since(resolved)
         self.operator.score.check_values(head_dim)
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
@@ -218,8 +218,8 @@ class Attention(TokenMixer):
         for norm in (self.query_norm, self.key_norm, self.readout):
             if norm is not None:
                 norm.reset_parameters()
-        if self._starts:
-            self.operator.start(entry if self.lift is None else 2 * entry**2, draws.whole("operator.score"))
+        for slot in self._starts:
+            self.operator.start(slot, entry if self.lift is None else 2 * entry**2, draws.whole(f"operator.{slot}"))
 
     def _reset_projections(self, draws: Draws) -> None:
         one_map = self.key is self.query  # drawn once, by the name that other operators' queries have

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError
-from zonal.memory import KeyValues, Memory
+from zonal.memory import KeyValues, Memory, WindowedSums
 from zonal.memory.form import Form
 from zonal.nn.memory import LayerMemory, placed
 from zonal.nn.mixer import TokenMixer
@@ -47,7 +47,7 @@ class DecodeStep(nn.Module):
         y, state = program.module()(x, state)
         memory = step.memory(state)
 
-    The state of a memory of sums has a constant size. Keys and values grow by the tokens of x; with a Window prior they
+    The state of a memory of sums has a constant size. Keys and values grow by the tokens of x; with a window they
     have the size of the window from the start, and missing tokens are masked. Ridge and Koopman read-outs solve at each
     step, in O(r³) for keys of r numbers; a decoder, which updates its inverse, takes O(r²).
 
@@ -121,10 +121,9 @@ def _check(layer: TokenMixer, memory: LayerMemory) -> None:
 
 def _tensors(layer: LayerMemory) -> State:
     held = layer.memory
-    if isinstance(held, KeyValues) and held.reach is not None:
-        tokens = held.preceded(held.reach - held.tokens.length).tokens
-        real = torch.ones(held.batch, held.reach, dtype=torch.bool, device=held.form.device)
-        named = tokens._replace(mask=real if tokens.mask is None else tokens.mask).named()
+    if isinstance(held, KeyValues | WindowedSums) and held.reach is not None:
+        whole = held.preceded(held.reach - held.tokens.length)
+        named = whole.tensors() | whole.tokens.with_mask().named()
     else:
         named = {name: x for name, x in held.tensors().items() if not name.startswith(_FOR_SUBTRACT)}
     if "padding" in named:  # the number of tokens is an int, that of real tokens a tensor

@@ -53,6 +53,7 @@ LOOKS = (
     Look("#8f3d2e", "#e6a091", "arrow-bar-down", "dot", "hierarchical"),
     Look("#146b6b", "#7cc9c4", "arrow-bar-left", "dash", "kernel_ridge"),
     Look("#7a4a12", "#d9b078", "arrow-bar-right", "dashdot", "hyperbolic_transport"),
+    Look("#a0522d", "#e8b08a", "star-square", "dash", "local_global"),
 )
 
 GROUPS = LOOKS[1:8]

@@ -92,16 +92,18 @@ class Anchor(Declaration, abstract=True):
     ``solves``: needs the kernel among keys. ``normalises``: divides by the sum of a row.
     ``include_self``: whether a causal query sees its own key by default.
     ``couples``: the weights of a query depend on the other queries.
-    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these). It decides
-    which execution paths apply.
+    ``family``: "sums" (over the keys of a row), "ridge" (solves), "window" (sums over two kernels), "plan", "tree", or
+    "" (none of these). It decides which execution paths apply.
     ``reduces_as``: the name of the anchor in compiled kernels. Each class declares its own, because a subclass may
     compute something else.
     ``top``: how many keys a row keeps, 0 = all. ``shifts``: the largest number of Koopman steps.
     ``by_query``: each query needs its own inverse.
+    ``window``: how many of the last keys a query weighs by the operator's score and link. Earlier keys have the kernel
+    that ``LocalGlobal`` declares. 0 = all keys have one kernel.
     """
 
     slot = "anchor"
-    family: ClassVar[Literal["sums", "ridge", "plan", "tree", ""]] = ""
+    family: ClassVar[Literal["sums", "ridge", "window", "plan", "tree", ""]] = ""
     reduces_as: ClassVar[Literal["row", "count", "raw", "ridge", None]] = None
     solves: ClassVar[bool] = False
     normalises: ClassVar[bool] = False
@@ -110,6 +112,15 @@ class Anchor(Declaration, abstract=True):
     top: ClassVar[int] = 0
     shifts: ClassVar[int] = 0
     by_query: ClassVar[bool] = False
+    window = 0
+
+    def sized(self, dim: int, heads: int) -> "Anchor":
+        """The anchor for heads of size ``dim`` and a number of key heads, with open sizes filled in."""
+        return self
+
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        """As ``Score.started``, for an anchor that a layer has sized."""
+        return {}
 
     @property
     def reduction(self) -> str | None:

@@ -52,6 +52,11 @@ def refusal(call: Call) -> str | None:
         )
     if family == "tree":
         return hierarchy_refusal(call)
+    if family == "window":
+        return (
+            f"anchor {type(anchor).__name__} has another kernel for keys before its window; path 'chunked' runs tiles "
+            "of the window and sums before it"
+        )
     if family not in ("sums", "plan"):
         return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     return None

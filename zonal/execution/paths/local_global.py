@@ -1,0 +1,241 @@
+"""The chunked path of anchors with a window: tiles of the window, sums over all keys before it, and their merge.
+
+A query at position p sees the keys s <= p - w of the far kernel: with its keys cut off w before the end they are an
+ordinary causal call, whose last queries are those of this one. So both parts are exact per token, and what is carried
+is a window of keys and sums over the keys that have left it. Padding takes no place in the window: the tokens of each
+sequence run with their padding before them. Memory is linear in the number of tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.anchor import State
+from zonal.algebra.score import Fused
+from zonal.execution.call import Call, check_memory, tail
+from zonal.execution.paths import tile
+from zonal.execution.paths.documents import by_document
+from zonal.execution.paths.scan import Job, Rule, block_size, scan
+from zonal.features import feature_map
+from zonal.kernels.local_global import WindowInputs, local_global
+from zonal.kernels.native import Reason
+from zonal.kernels.op import plain, recorded
+from zonal.kernels.sums import FAMILY as SUMS
+from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
+from zonal.kernels.tile import FAMILY as TILE
+from zonal.kernels.tile import TileSpec
+from zonal.memory import Memory, Tokens, WindowedSums
+from zonal.memory.sums import least_of, with_mass
+from zonal.memory.windowed import far_of, merged, near_sums, packed, taken
+
+_FEWEST = 32
+"""Queries of a block of torch's window: with fewer, blocks repeat most of their keys."""
+
+
+class _Placed(NamedTuple):
+    """The tokens of a run, with the padding of each sequence before them.
+
+    q: of the queries, the last of the tokens. held: keys and values before the call and its own. earlier: how many of
+    them have left the window after the run. memory: what came before, None = nothing. place: (B, T) where the result of
+    each query stands, None = in order.
+    """
+
+    q: Tensor
+    held: Tokens
+    earlier: int
+    memory: WindowedSums | None
+    place: Tensor | None
+
+    @property
+    def moved(self) -> bool:
+        """Whether tokens are not those of the call, in order."""
+        return self.memory is not None or self.place is not None
+
+
+def refusal(call: Call) -> Reason:
+    """Why torch runs in the kernels' place, or None."""
+    link = far_of(call.bound).bound.link
+    code = tile.code_of(link)
+    if code is None:
+        return f"link {type(link).__name__} has no formula for it"
+    device, dtype = call.device.type, call.coefficients.dtype
+    near = tile.code_of(call.bound.link)
+    return TILE.refusal(device, dtype, lambda: _unfit(call), code=near) or SUMS.refusal(
+        device, dtype, lambda: None, code=code
+    )
+
+
+def _unfit(call: Call) -> Reason:
+    if call.key_bias is not None:
+        return "key biases are not in it"
+    if call.held is not None and call.held.kind != "windowed":
+        return f"a memory of kind {call.held.kind!r} is not in it"
+    if 0 in call.shape[2:4]:
+        return "it takes at least one query and one key"
+    return tile.too_wide(*call.shape[4:])
+
+
+def compiled(call: Call) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) by two compiled kernels, and the memory after the call's tokens.
+
+    Raises: BuildError when a kernel does not compile.
+    """
+    return _run(call, _by_kernels)
+
+
+def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) by torch, and the memory after the call's tokens."""
+    return _run(call, _by_torch)
+
+
+def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Memory | None]:
+    """y, and the memory after the call's tokens. body: y of placed tokens, and the sums before the last window."""
+    if call.visibility.packed:
+        return by_document(call, lambda part: _run(part, body)[0]), None
+    queries, keys = call.shape[2:4]
+    if queries > keys:  # the first queries come before the first key and see nothing
+        y, after = _run(tail(call, queries - keys), body)
+        return F.pad(y, (0, 0, queries - keys, 0)), after
+    memory = call.memory
+    if queries == 0:
+        y = call.q[..., :1].expand(*call.q.shape[:3], call.shape[5])  # no rows, but part of the graph
+        return call.scaled(y), None if memory is None else memory.extended(call.new_tokens)
+    placed = _placed(call)
+    y, state = body(call, placed)
+    y = call.scaled(y if placed.place is None else taken(y, placed.place))
+    if memory is None:
+        return y, None
+    assert isinstance(memory, WindowedSums)
+    return y, memory.after(call.new_tokens, placed.held, memory.state if state is None else state)
+
+
+def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
+    bound, (batch, heads, queries, _, dim, value_dim) = call.bound, call.shape
+    beyond, state = placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
+    if placed.earlier:
+        beyond, state = _summed(call, placed)
+        beyond = beyond * far_of(bound).weight.to(beyond).view(1, -1, 1, 1)
+    fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
+    if fused is None or call.raw is None or placed.moved:
+        fused, q, k, v = Fused(False, 1.0), placed.q, placed.held.k.to(placed.q), placed.held.v.to(placed.q)
+    else:
+        q, k, v = call.raw[:3]
+    code = tile.code_of(bound.link)
+    assert code is not None
+    scale = tile.scale_of(fused, heads, q.device)
+    inputs = WindowInputs(q, k, v, scale, tile.rows_of(call, code), beyond, placed.held.mask)
+    spec = TileSpec(code, "row", fused.normalise, left=call.tags.window - 1, inference=not recorded(inputs))
+    return local_global(inputs, spec)[0], state
+
+
+def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
+    """Sums before the window, (B, H, T, P + 1), and with a memory the state after the keys that have left it."""
+    far, memory, queries = far_of(call.bound), placed.memory, call.shape[2]
+    code, features = tile.code_of(far.bound.link), feature_map(far.bound.link)
+    assert code is not None
+    assert features is not None
+    keys = placed.held.span(0, placed.earlier)
+    fused = far.bound.score.fused(call.shape[4], far.bound.score_params, None)
+    if fused is not None and fused.normalise:  # the same for vectors of any length
+        q, k = placed.q, keys.k.to(placed.q)
+    else:
+        fused, q, k = Fused(False, 1.0), far.queries(placed.q), far.keys(keys.k.to(placed.q))
+    until = (torch.arange(1 - queries, 1) + keys.length).clamp_min(0)
+    start = torch.zeros_like(until)
+    beyond = replace(call, bound=far.bound, coefficients=far.bound.coefficients.to(call.coefficients))
+    rows = tile.rows_of(beyond, code)
+    monomials = far.bound.link.monomials(beyond.coefficients).to(rows).flatten(1).T.expand(rows.shape[0], -1)
+    initial = None if memory is None or memory.count == 0 else memory.state
+    before = None if initial is None or memory is None else initial.new_full((q.shape[0],), memory.count).double()
+    scale = tile.scale_of(fused, rows.shape[0], q.device)
+    v = F.pad(keys.v.to(placed.q), (0, 1), value=1.0)
+    given = SumsInputs(q, k, v, scale, rows, monomials, initial, before)
+    spec = SumsSpec(
+        code, features.degree, features.lowest, "raw", fused.normalise, memory is not None,
+        learned=beyond.coefficients.shape[0],
+    )  # fmt: skip
+    if plain(*given) and not recorded(given):
+        y, _, final, _ = summed(given, places(keys.mask, start, until, None, keys.length), spec)
+    else:
+        y, _, final, _ = sums(given._replace(key_mask=keys.mask, lo=start, hi=until), spec)
+    return y, final if spec.keeps else None
+
+
+def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
+    beyond, state, least = _scanned(call, placed)
+    return merged(_banded(call, placed), beyond, far_of(call.bound).weight, least), state
+
+
+def _placed(call: Call) -> _Placed:
+    held, memory, q = call.new_tokens, cast(WindowedSums | None, call.memory), call.q
+    if memory is not None:
+        check_memory(call, memory)
+        held = memory.followed(held)
+    held, order = packed(held)
+    place = None
+    if order is not None:
+        first = held.length - call.shape[2]
+        # what stands at padding is any query, and its result is not used
+        q = taken(q, (order[:, first:] - first).clamp_min(0))
+        place = (order.argsort(1)[:, first:] - first).clamp_min(0)
+    return _Placed(q, held, max(held.length - call.tags.window, 0), memory, place)
+
+
+def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sums before the window, (B, H, T, P + 1), with a memory the state after the keys that have left it, and the
+    smallest sums that are trusted."""
+    far, memory, (batch, heads, queries, _, _, value_dim) = far_of(call.bound), placed.memory, call.shape
+    if not placed.earlier:
+        return placed.q.new_zeros(batch, heads, queries, value_dim + 1), None, None
+    features = feature_map(far.bound.link)
+    assert features is not None
+    dtype = placed.q.dtype if memory is None else torch.promote_types(placed.q.dtype, memory.form.statistics)
+    k, v = with_mass(True, placed.held.span(0, placed.earlier), dtype)
+    late = min(queries, placed.earlier)
+    q, k = far.queries(placed.q[:, :, queries - late :].to(dtype)), far.keys(k)
+    state = None if memory is None or memory.count == 0 else memory.state.to(v)
+    shape = batch, heads, placed.earlier, k.shape[3], v.shape[3]
+    job = Job(
+        features, far.bound.link, Rule(True, True, None, placed.earlier - late), far.bound.groups,
+        block_size(features, shape, memory is None), memory is not None,
+    )  # fmt: skip
+    total, final = scan(q, k, v, far.bound.coefficients.to(q), None, state, job)
+    least = None if state is None else least_of(q, state, features, far.bound)
+    if late < queries:
+        total = F.pad(total, (0, 0, queries - late, 0))
+        least = least if least is None or least.ndim == 0 else F.pad(least, (0, 0, queries - late, 0))
+    return total, final, least
+
+
+def _banded(call: Call, placed: _Placed) -> State:
+    """Sums over the window of each query, by blocks of queries and the keys that any of them sees."""
+    window, groups, queries, held = call.tags.window, call.bound.groups, call.shape[2], placed.held
+    block = max(window, _FEWEST)
+    count, reach = -(-queries // block), window - 1
+    # the keys of the first block begin ``reach`` before its first query, those of the last may end after the last key
+    first = held.length - queries - reach
+    before, after = max(-first, 0), count * block - queries
+    held = held.silent().span(max(first, 0), held.length)
+
+    def blocks(x: Tensor, axis: int) -> Tensor:
+        """x with its tokens (last axis but ``axis``) in overlapping blocks, (…, blocks, …, block + reach)."""
+        padding = (0, 0) * axis + (before, after)
+        return F.pad(x, padding).unfold(-1 - axis, block + reach, block)
+
+    q = F.pad(placed.q, (0, 0, 0, after)).unflatten(2, (count, block)).unflatten(1, (-1, groups))
+    k, v = (blocks(x.to(q), 1).unsqueeze(2) for x in (held.k, held.v))
+    score = q @ k
+    if held.key_bias is not None:
+        score = score + blocks(held.key_bias.to(score), 0)[:, :, None, :, None]
+    real = held.mask if held.mask is not None else held.k.new_ones(1, held.length, dtype=torch.bool)
+    i, j = torch.arange(block)[:, None], torch.arange(block + reach)
+    seen = ((j >= i) & (j <= i + reach)).to(score.device) & blocks(real, 0)[:, None, None, :, None]
+    near = near_sums(score.masked_fill(~seen, float("-inf")), v.mT)
+    return State(*(x.flatten(3, 4).flatten(1, 2)[:, :, :queries] for x in near))
+
+
+__all__ = ["by_torch", "compiled", "refusal"]
