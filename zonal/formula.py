@@ -45,6 +45,21 @@ class Term(NamedTuple):
     scale: float = 1.0
 
 
+class Activation(NamedTuple):
+    """Features gain g(z_i) of a vector u, z_i = factor w_i . u + offset - norm |u|^2: ``count`` of them.
+
+    function: g. start: w_i are the rows of a matrix from this one on; None = z_i = factor u_i + offset - norm |u|^2.
+    """
+
+    function: Literal["exp", "square", "elu1", "relu", "silu"]
+    start: int | None
+    count: int
+    factor: float = 1.0
+    norm: float = 0.0
+    offset: float = 0.0
+    gain: float = 1.0
+
+
 def _declared() -> dict[str, Formula]:
     """The formulas of the library's own links and metrics, read from their source text.
 
@@ -65,4 +80,4 @@ def _declared() -> dict[str, Formula]:
 FORMULAS = _declared()
 """By name: each link's, with its domain, and those that a metric puts before exp."""
 
-__all__ = ["FORMULAS", "Formula", "Term"]
+__all__ = ["FORMULAS", "Activation", "Formula", "Term"]

@@ -134,6 +134,8 @@ def calls() -> None:
     run(m.yat(), "tiled")
     run(m.rewa(), "tiled")
     run(m.squared_affine(), "chunked")
+    run(m.slay(scale="small"), "chunked")
+    run(m.hedgehog(), "chunked")
     run(m.ska(power=1), "chunked")
     run(m.softmax().replace(anchor=anchor.TopK(8, search=hashing.LSH())), "sparse")
     with torch.no_grad():

@@ -24,6 +24,7 @@ from zonal.execution.paths import distance, ridge, sparse, steps, sums, tile
 from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build, choice
 from zonal.kernels import native as native_kernels
+from zonal.kernels.features import FAMILY as FEATURES
 from zonal.nn import compiled
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -137,7 +138,10 @@ def test_build_says_which_it_would_use(
 
 
 FAMILIES: dict[str, tuple[str, Callable[[], str]]] = {
-    **{name: ("identity", name) for name in ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "sparse")},
+    **{
+        name: ("identity", name)
+        for name in ("tile", "sums", "features", "decode", "ridge", "ridge_decode", "mixer", "sparse")
+    },
     "distance": ("exp", "distance"),
 }
 """Of each family of kernels the link and the source that this processor uses."""
@@ -155,6 +159,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(family: str) -> str | None:
     """What a family says of a call that is meant for it."""
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    if family == "features":
+        return FEATURES.refusal("cpu", torch.float32, lambda: None)
     if family == "mixer":
         return compiled.refusal(q)
     operator = {

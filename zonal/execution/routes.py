@@ -227,7 +227,7 @@ ROUTES: tuple[Route, ...] = (
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
     Route("tiled", "torch tree", _never, work.tree, _whole(tree.hierarchical), _TORCH, "tree"),
     Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", False, sums.runner,
-          ("sums",)),
+          ("sums", "features")),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
     Route("chunked", "C++ window and sums", local_global.refusal, work.compiled_window, local_global.compiled, _SUMS,

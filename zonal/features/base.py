@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Anchor
 from zonal.algebra.declaration import Declaration, require
+from zonal.algebra.score import FeatureLayer
 from zonal.errors import ArgumentError, PathError
 
 Side = Literal["query", "key"]
@@ -138,6 +139,10 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
     @abc.abstractmethod
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """phi(x), with a graph for x and for what is learned in ``buffers``."""
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer | None:
+        """The map as the kernel for features of one layer computes it, from vectors as they are; None = by torch."""
+        return None
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         """The buffers in float64 (or int64), one row per head."""

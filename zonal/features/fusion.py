@@ -1,14 +1,17 @@
 """Products of two maps, phi_left ⊗ phi_right or cheaper substitutes, for the product of their kernels."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.score import FeatureLayer
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
 from zonal.features.random import convolve, count_sketch
+from zonal.formula import Activation
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,25 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
         return self.fuse(left, right, buffers)
 
 
+def side_by_side(layers: Sequence[FeatureLayer]) -> FeatureLayer:
+    """The features of several layers, each of a matrix of its own, in one layer."""
+    activations: list[Activation] = []
+    weights: list[Tensor] = []
+    rows = 0
+    for layer in layers:
+        assert layer.weight is not None
+        activations += [each._replace(start=(each.start or 0) + rows) for each in layer.activations]
+        weights.append(layer.weight)
+        rows += layer.weight.shape[1]
+    return FeatureLayer(tuple(activations), torch.cat(weights, 1))
+
+
+def product(left: FeatureLayer, nodes: Sequence[FeatureLayer]) -> FeatureLayer:
+    """left ⊗ node, for each of the nodes, which have equally many features."""
+    count = sum(each.count for each in left.activations)
+    return side_by_side([left, *nodes])._replace(left=count, nodes=len(nodes))
+
+
 @dataclass(frozen=True)
 class TensorProduct(Fused):
     """phi = phi_left ⊗ phi_right with all m_left · m_right products: the product of both kernels, as exact as its
@@ -82,6 +104,11 @@ class TensorProduct(Fused):
 
     def flops(self, dim: int) -> int:
         return self.left.flops(dim) + self.right.flops(dim) + self.dimension(dim)
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer | None:
+        left, right = self.left.layer(part(buffers, "left"), side), self.right.layer(part(buffers, "right"), side)
+        whole = [each for each in (left, right) if each is not None and not each.softmax and each.left == 0]
+        return product(whole[0], whole[1:]) if len(whole) == 2 else None
 
     def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
         return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
@@ -201,4 +228,4 @@ class SharedHadamard(FeatureMap):
         return along.square() * torch.exp(exponent) * self.draws**-0.5
 
 
-__all__ = ["Fused", "Hadamard", "SharedHadamard", "Sketched", "TensorProduct"]
+__all__ = ["Fused", "Hadamard", "SharedHadamard", "Sketched", "TensorProduct", "product", "side_by_side"]

@@ -9,8 +9,10 @@ from torch import Tensor
 from zonal import device_memory
 from zonal.algebra.declaration import require, require_one_of, require_whole
 from zonal.algebra.link import Link, SquaredAffine
+from zonal.algebra.score import FeatureLayer
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 from zonal.features.polynomial import square
+from zonal.formula import Activation
 
 Choice = Literal["random", "orthogonal", "kmeans"]
 _SQUARE = SquaredAffine(bias=0.0)
@@ -88,6 +90,10 @@ class Anchors(FeatureMap):
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         return {"anchors": landmarks(self.choice, self.count, source, "Anchors.prepare")}
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer:
+        squares = Activation("square", 0, self.count, gain=self.count**-0.5)
+        return FeatureLayer((squares,), buffers["anchors"])
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         return (x @ buffers["anchors"].mT).square() * self.count**-0.5

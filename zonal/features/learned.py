@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_one_of, require_whole
+from zonal.algebra.score import FeatureLayer
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+from zonal.formula import Activation
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,16 @@ class LearnedExp(FeatureMap):
         start = source.units("weight", self.size // 2, orthogonal=True) * source.dim**0.5
         return {name: start.clone() for name in self.learned}
 
+    def _weight(self, buffers: Buffers, side: Side) -> Tensor:
+        return buffers["weight" if self.shared else f"{side}_weight"]
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer:
+        half = Activation("exp", 0, self.size // 2)
+        both = half, half._replace(factor=-1.0)
+        return FeatureLayer(both, self._weight(buffers, side), softmax=self.activation == "softmax")
+
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        along = x @ buffers["weight" if self.shared else f"{side}_weight"].mT
+        along = x @ self._weight(buffers, side).mT
         both = torch.cat([along, -along], -1)
         return both.softmax(-1) if self.activation == "softmax" else both.exp()
 

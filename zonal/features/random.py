@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_positive, require_whole
+from zonal.algebra.score import FeatureLayer
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+from zonal.formula import Activation
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class PositiveRandom(FeatureMap):
     def draw(self, source: Source) -> dict[str, Tensor]:
         omega = source.gaussian(self.draws // 2 if self.antithetic else self.draws, self.orthogonal)
         return {"omega": torch.cat([omega, -omega], 1) if self.antithetic else omega}
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer:
+        offset = -0.5 * math.log(self.draws)
+        features = Activation("exp", 0, self.draws, math.sqrt(2 * self.s), self.s, offset)
+        return FeatureLayer((features,), buffers["omega"])
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         # one exponent: the two factors apart would overflow where their product does not

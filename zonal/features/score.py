@@ -8,9 +8,10 @@ from torch import Tensor
 
 from zonal import device_memory, torch_func
 from zonal.algebra.declaration import Derived, Move, require, require_positive, require_whole
-from zonal.algebra.score import Params, Score, unit
+from zonal.algebra.score import FeatureLayer, Params, Score, unit
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
+from zonal.kernels.features import vanished
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Features(Score):
         drawn = _drawn(replace(self, seed=seed))
         return {name: value for name, value in drawn.items() if name not in self.features.chosen}
 
+    @property
+    def _may_vanish(self) -> bool:
+        """Whether it is an error that all features of a vector are 0."""
+        return self.features.nonnegative and not self.features.unit
+
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
 
@@ -109,30 +115,54 @@ class Features(Score):
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return self._standing(self.features.key(self._ready(k), self._numbers(k, params)))
 
+    def layers(self, dim: int, params: Params, scale: float | None) -> tuple[FeatureLayer, FeatureLayer] | None:
+        numbers = self._buffers(dim, params)
+        found: list[FeatureLayer] = []
+        for side in ("query", "key"):
+            layer = self.features.layer(numbers, side)
+            if layer is None:
+                return None
+            if self.scaled and not self.features.unit:
+                shrink = dim**-0.25
+                shrunk = (e._replace(factor=e.factor * shrink, norm=e.norm * shrink**2) for e in layer.activations)
+                layer = layer._replace(activations=tuple(shrunk))
+            name = type(self.features).__name__ if self._may_vanish else ""
+            found.append(layer._replace(unit=self.features.unit, name=name))
+        return found[0].times(1 / self.temperature if scale is None else scale), found[1]
+
     def _standing(self, phi: Tensor) -> Tensor:
         """The features, after a check that no vector of a positive map has lost all of them to underflow.
 
         The check runs only where it does not wait for a device.
         """
         asked = (
-            self.features.nonnegative
-            and not self.features.unit
+            self._may_vanish
             and phi.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and not torch_func.active()
         )
         if asked and bool((phi == 0).all(-1).any()):
-            raise ArgumentError(
-                f"attention: all features {type(self.features).__name__} of some vector are 0 in "
-                f"{str(phi.dtype).removeprefix('torch.')}, being exponentials of minus its length squared: the sums "
-                "that rows are divided by would vanish. Make queries and keys shorter (a norm on them, qk_norm=True in "
-                "a layer)."
-            )
+            raise vanished(type(self.features).__name__, phi.dtype)
         return phi
 
     def _numbers(self, x: Tensor, params: Params) -> Params:
         """Buffers and parameters of the map, in the form that it takes for x."""
-        dim = x.shape[-1]
+        buffers = self._buffers(x.shape[-1], params)
+        size, vectors = self.features.dimension(x.shape[-1]), x[..., 0].numel()
+        what = f"{size} features for each of {vectors} vectors, and the work of making them,"
+        remedy = "Use fewer features, or absorb shorter pieces into a memory."
+        # twice: what they are made from is about as large
+        device_memory.require("attention", what, 2 * vectors * size * x.element_size(), x.device, remedy)
+        return {
+            name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
+            for name, value in buffers.items()
+        }
+
+    def _buffers(self, dim: int, params: Params) -> Params:
+        """Buffers and parameters of the map for heads of ``dim`` numbers.
+
+        Raises: ArgumentError for another size than that of the map, and where it has yet to see keys.
+        """
         if self.dim is None:
             params = _drawn(replace(self, dim=dim))
         elif self.dim != dim:
@@ -147,15 +177,7 @@ class Features(Score):
                 "keys, and have seen none. Use operator.fit(k) with keys (batch, key heads, tokens, dim) as they come "
                 "to it."
             )
-        size, vectors = self.features.dimension(dim), x[..., 0].numel()
-        what = f"{size} features for each of {vectors} vectors, and the work of making them,"
-        remedy = "Use fewer features, or absorb shorter pieces into a memory."
-        # twice: what they are made from is about as large
-        device_memory.require("attention", what, 2 * vectors * size * x.element_size(), x.device, remedy)
-        return {
-            name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
-            for name, value in params.items()
-        }
+        return params
 
     def _ready(self, x: Tensor) -> Tensor:
         if self.scaled:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_one_of
+from zonal.algebra.score import FeatureLayer
 from zonal.errors import unknown_name
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
-from zonal.features.fusion import Fused, Hadamard, SharedHadamard, Sketched, TensorProduct
+from zonal.features.fusion import Fused, Hadamard, SharedHadamard, Sketched, TensorProduct, product, side_by_side
 from zonal.features.landmarks import Anchors
 from zonal.features.quadrature import Quadrature, Rule, quadrature
 from zonal.features.random import PositiveRandom
@@ -170,6 +171,23 @@ class Slay(FeatureMap):
                 phi = of.fuse(left, of.right(x, part(own, "right"), side), own)
             found.append(phi * roots[r])
         return torch.cat(found, -1)
+
+    def layer(self, buffers: Buffers, side: Side) -> FeatureLayer | None:
+        once = self._once
+        if self.fusion != "tensor" or (once is None and self.polynomial is not None):
+            return None
+        polynomial = None if once is None else once.layer(part(buffers, "polynomial"), side)
+        if once is not None and polynomial is None:
+            return None
+        found = []
+        for r, log_weight in enumerate(self.rule_used.log_weights):
+            of, own = self._parts[r], part(buffers, f"node{r}")
+            node = of.right.layer(part(own, "right"), side) if isinstance(of, Fused) else of.layer(own, side)
+            assert node is not None
+            # in the exponent: the weight of a far node may be smaller than floats can hold
+            weighted = (each._replace(offset=each.offset + log_weight / 2) for each in node.activations)
+            found.append(node._replace(activations=tuple(weighted)))
+        return side_by_side(found) if polynomial is None else product(polynomial, found)
 
     def laplace_only(self) -> "Slay":
         """The paper's baseline without x^2, with an equal number of features through more draws."""

@@ -23,7 +23,7 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent / "cpp"
-SOURCES = ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "sparse")
+SOURCES = ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "sparse", "features")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ _LINKS = {
     "mixer": ("identity",),
     "distance": ("exp",),
     "sparse": ("identity",),
+    "features": ("identity",),
 }
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")

@@ -40,6 +40,9 @@ class SumsSpec:
     normalise: as in ``TileSpec``. keeps: the state after the last key is wanted. positive: l is never negative, so
     that a row whose sum nearly vanishes has cancelled.
     learned: how many of the coefficients may have gradients.
+    left, nodes: where left > 0, vectors are [a, b_1, …, b_nodes] with ``left`` numbers in a. Their features are
+    a ⊗ b_1, …, a ⊗ b_nodes, so that f(q) . f(k) is a product of two dot products. Only with degree and lowest 1,
+    scale 1 and without ``normalise``.
     """
 
     link: Formula
@@ -50,6 +53,8 @@ class SumsSpec:
     keeps: bool = False
     positive: bool = False
     learned: int = 0
+    left: int = 0
+    nodes: int = 1
 
     @property
     def guards(self) -> bool:
@@ -58,6 +63,8 @@ class SumsSpec:
 
     def dimension(self, dim: int) -> int:
         """How many features a vector of ``dim`` numbers has."""
+        if self.left:
+            return self.left * (dim - self.left)
         return sum(math.comb(dim + power - 1, power) for power in range(self.lowest, self.degree + 1))
 
 
@@ -169,6 +176,27 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def product_tables(left: int, nodes: int, dim: int) -> Tables:
+    """The tables of a ⊗ b_1, …, a ⊗ b_nodes for vectors [a, b_1, …, b_nodes] of ``dim`` numbers, ``left`` in a."""
+    rest = dim - left
+    i, j = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (left, rest))
+    size = rest // nodes
+    ones = torch.ones(left * rest, dtype=torch.float32, device="cpu")
+    low = torch.zeros(1 + dim, dtype=torch.int32, device="cpu")
+    return Tables(
+        low,
+        low,
+        left=(1 + i).repeat_interleave(rest),
+        right=(1 + left + j).repeat(left),
+        run_end=((1 + i) * rest).repeat_interleave(rest),
+        degree=ones.int(),
+        place=((j // size * left + i[:, None]) * size + j % size).flatten(),
+        squares=ones,
+        roots=ones,
+    )
+
+
 class Places(NamedTuple):
     """Who sees whom, as the kernel reads it: int32, contiguous.
 
@@ -210,13 +238,13 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
 
 def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, shares: int = 0) -> Arguments:
     batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
-    table = tables(spec.degree, spec.lowest, dim)
+    table = tables(spec.degree, spec.lowest, dim) if spec.left == 0 else product_tables(spec.left, spec.nodes, dim)
     call = Arguments(_SUMS, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
         "F": table.left.shape[0], "low": table.low_left.shape[0], "powers": inputs.monomials.shape[1],
         "segments": seen.edges.shape[0] - 1, "by_batch": seen.lo.shape[0] > 1, "numbers": inputs.coefficients.shape[1],
         "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split, "offset": keys - queries,
-        "guards": spec.guards, "shares": shares,
+        "guards": spec.guards, "shares": shares, "left_part": spec.left,
     }, {
         "places": seen.lo.shape[0], "edges": seen.edges.shape[0], "width": value_dim + (spec.anchor == "row"),
     })  # fmt: skip
@@ -400,6 +428,7 @@ __all__ = [
     "Tables",
     "decay_gradient",
     "places",
+    "product_tables",
     "state_shape",
     "summed",
     "sums",

@@ -23,7 +23,7 @@ from zonal.algebra.declaration import (
     row,
 )
 from zonal.algebra.metric import DotReduction, Euclidean, Metric, Riemannian
-from zonal.formula import Term
+from zonal.formula import Activation, Term
 
 Params = dict[str, Tensor]
 
@@ -51,6 +51,34 @@ class Fused(NamedTuple):
 
     normalise: bool
     scale: Tensor | float
+
+
+class FeatureLayer(NamedTuple):
+    """Features of a raw vector x as the kernel for them computes them, with u = x, or x / |x| if ``unit``.
+
+    activations: what they are functions of. weight: (H or 1, n, D), the rows w_i; None = there are none. softmax: gain
+    times the softmax of all z in the place of gain g(z).
+    left, nodes: where left > 0, the numbers are [a, b_1, …, b_nodes] with ``left`` of them in a, and the features
+    a ⊗ b_1, …, a ⊗ b_nodes. name: of the map, where it is an error that all features of a vector are 0.
+    """
+
+    activations: tuple[Activation, ...]
+    weight: Tensor | None = None
+    unit: bool = False
+    softmax: bool = False
+    left: int = 0
+    nodes: int = 1
+    name: str = ""
+
+    def times(self, gain: float) -> "FeatureLayer":
+        """The features times a number."""
+        scaled: list[Activation] = []
+        at = 0
+        for each in self.activations:
+            taken = self.left == 0 or at < self.left
+            scaled.append(each._replace(gain=each.gain * gain) if taken else each)
+            at += each.count
+        return self._replace(activations=tuple(scaled))
 
 
 class Clipped(NamedTuple):
@@ -142,6 +170,10 @@ class Score(Declaration, abstract=True):
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         """The score in the form that tile kernels compute from raw queries and keys; None = prepare them first."""
+        return None
+
+    def layers(self, dim: int, params: Params, scale: float | None) -> tuple[FeatureLayer, FeatureLayer] | None:
+        """How the feature kernel makes queries and keys from raw ones of ``dim`` numbers; None = prepare them."""
         return None
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
@@ -278,6 +310,12 @@ class Dot(Score):
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         return Fused(False, self._scale(dim, scale)) if self.keeps_keys else None
+
+    def layers(self, dim: int, params: Params, scale: float | None) -> tuple[FeatureLayer, FeatureLayer] | None:
+        if self.map == "none" or self.key_limit is not None or self.factor is not None:
+            return None
+        key = FeatureLayer((Activation(self.map, None, dim),))
+        return key.times(self._scale(dim, scale)), key
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":

@@ -110,7 +110,7 @@ void directly(const Task& task, const Span& span, int32_t from, int32_t to, cons
         for (int32_t s = s0; s < end; s += R)
           with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
             const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
-            weigh<decltype(n)::value>(c, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
+            weigh<decltype(n)::value>(task, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
           });
         if (end > s0) block_by_columns(at.values, task.step, task.width, at.room, end - s0, at.near, at.out + (g * PER + i) * task.width * C);
       }
@@ -225,12 +225,12 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
 // ---- backward ----------------------------------------------------------------------------------------------------------------------------
 
 struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) and columns (groups, PER, width, C), queries as rows
-  float *du, *du_columns, *query_rows;   // (groups, BLOCK, up(D, C))
+  float *du, *du_columns, *query_rows;   // (groups, BLOCK, row)
   float *read_columns;                   // as du_columns, where what was read from the state has another gradient than what was seen directly
   float *dlow;                           // gradients of low features, (groups * PER, low, C)
   float *value_columns, *dvalues;        // (PER, width, C), (PER, values, C)
-  float *scores, *changes;               // weights and gradients of scores between neighbours, (PER, BLOCK keys, C)
-  float *near_keys, *near_values;        // (BLOCK, up(D, C)), (BLOCK, step)
+  float *scores, *changes, *others;      // weights between neighbours and gradients of both parts of their scores, (PER, BLOCK keys, C)
+  float *near_keys, *near_values;        // (BLOCK, row), (BLOCK, step)
 };
 
 struct Backward {
@@ -242,20 +242,21 @@ struct Backward {
 
 Backward backward_buffers(const Task& task, Scratch& scratch) {
   const Sums& c = task.c;
-  const int64_t columns = task.groups * PER, D16 = up(c.D, C);
-  const size_t extra = columns * C * (task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
+  const int64_t columns = task.groups * PER;
+  const size_t extra = columns * C * (task.step + 2 * task.width + task.row + c.low) + BLOCK * (2 * task.width + 3 * BLOCK + task.row + task.step) + task.strip * C;
   Backward all;
   all.at = forward_buffers(task, scratch, extra);
   all.more.du = scratch.take(columns * C * task.step);
   all.more.du_columns = scratch.take(columns * C * task.width);
   all.more.read_columns = scratch.take(columns * C * task.width);
-  all.more.query_rows = scratch.take(columns * C * D16);
+  all.more.query_rows = scratch.take(columns * C * task.row);
   all.more.dlow = scratch.take(columns * C * c.low);
   all.more.value_columns = scratch.take(BLOCK * task.width);
   all.more.dvalues = scratch.take(BLOCK * task.width);
   all.more.scores = scratch.take(BLOCK * BLOCK);
   all.more.changes = scratch.take(BLOCK * BLOCK);
-  all.more.near_keys = scratch.take(BLOCK * D16);
+  all.more.others = scratch.take(BLOCK * BLOCK);
+  all.more.near_keys = scratch.take(BLOCK * task.row);
   all.more.near_values = scratch.take(BLOCK * task.step);
   return all;
 }
@@ -265,13 +266,13 @@ Backward backward_buffers(const Task& task, Scratch& scratch) {
 void pack_gradients(const Task& task, const Span& span, bool forwards, Backward& all) {
   const Sums& c = task.c;
   More& more = all.more;
-  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C);
+  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0;
   pack_reads(task, span, all.at.reads);
   all.thin = false;
   for (int64_t g = 0; g < task.groups; ++g) {
-    float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * D16;
+    float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * task.row;
     std::memset(rows, 0, sizeof(float) * BLOCK * task.step);
-    if (forwards) std::memset(queries, 0, sizeof(float) * BLOCK * D16);
+    if (forwards) std::memset(queries, 0, sizeof(float) * BLOCK * task.row);
     for (int64_t i = 0; i < tokens; ++i) {
       const int64_t row = (task.b * c.H + task.head(g)) * c.T + span.t0 + i;
       const bool thin = c.apart != nullptr && c.apart[row];
@@ -282,7 +283,9 @@ void pack_gradients(const Task& task, const Span& span, bool forwards, Backward&
       if (task.mass) rows[i * task.step + values] = -dot(dy, c.y + row * c.P, c.P) * factor;
       if (!forwards) continue;
       const float *q = task.query(g, span.t0 + i), scale = c.scale[task.head(g)] * unit(c, q);
-      for (int64_t d = 0; d < c.D; ++d) queries[i * D16 + d] = q[d] * scale;
+      float *first = queries + i * task.row, *rest = first + up(task.first, C);
+      for (int64_t d = 0; d < task.first; ++d) first[d] = q[d] * scale;
+      for (int64_t d = 0; d < task.rest; ++d) rest[d] = q[task.first + d] * scale;
     }
     if (forwards || task.width % C == 1) turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
   }
@@ -330,26 +333,31 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
   }
 }
 
-// weights and gradients of the scores of N keys from place s on with a column of queries
+// weights and gradients of the scores of N keys from place s on with a column of queries; others: of the second part of the scores
 template <int N>
 inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const float* rows, const float* values, const Mark* marks, const float* column, const float* du,
-                      int32_t s, float* weights, float* changes, V* partial) {
+                      int32_t s, float* weights, float* changes, float* others, V* partial) {
   const Sums& c = task.c;
   const float* coefficients = task.coefficients(g);
   const int numbers = static_cast<int>(c.numbers);
   (void)numbers;
-  float scored[N * C], changed[N * C];
+  float scored[N * C], other[N * C], changed[N * C];
   const float *key[N], *value_row[N];
   EACH_ROW {
     key[r] = rows + r * c.D;
     value_row[r] = values + r * task.step;
   }
-  rows_by_columns<N>(key, column, C, c.D, scored);
+  rows_by_columns<N>(key, column, C, task.first, scored);
+  if (task.rest > 0) {
+    EACH_ROW key[r] += task.first;
+    rows_by_columns<N>(key, column + task.first * C, C, task.rest, other);
+  }
   rows_by_columns<N>(value_row, du, C, task.width, changed);
   EACH_ROW
     for (int j = 0; j < 2; ++j) {
-      const V score = in_domain(load(scored + r * C + j * L));
-      V ds = load(changed + r * C + j * L), w = value(score, coefficients, numbers);
+      const int64_t at = r * C + j * L;
+      const V score = in_domain(task.rest > 0 ? load(scored + at) * load(other + at) : load(scored + at));
+      V ds = load(changed + at), w = value(score, coefficients, numbers);
       if (marks != nullptr) {
         const V left = left_of(lanes, j, marks[r]);
         w *= left;
@@ -367,16 +375,17 @@ inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const flo
         }
       }
       ds *= derivative(score, coefficients, numbers);
-      store(weights + r * C + j * L, w);
-      store(changes + r * C + j * L, ds);
+      store(weights + at, w);
+      if (task.rest > 0) store(others + at, ds * load(scored + at));
+      store(changes + at, task.rest > 0 ? ds * load(other + at) : ds);
     }
 }
 
-// (keys, width) += tiles (columns, BLOCK keys, C) against rows (columns * C, step)
-void gather(const float* tiles, int64_t keys, const float* rows, int64_t step, int64_t columns, float* into) {
+// numbers [p0, p1) of (keys, step) += tiles (columns, BLOCK keys, C) against rows (columns * C, step)
+void gather(const float* tiles, int64_t keys, const float* rows, int64_t step, int64_t p0, int64_t p1, int64_t columns, float* into) {
   for (int64_t s = 0; s < keys; s += R)
     with_rows<R>(keys - s, [&](auto n) {
-      for (int64_t p = 0; p < step; p += C)
+      for (int64_t p = p0; p < p1; p += C)
         columns_by_rows<decltype(n)::value>(tiles + s * C, BLOCK * C, rows + p, step, columns * C, into + s * step + p, step);
     });
 }
@@ -392,7 +401,7 @@ void directly_back(const Task& task, const Span& span, int32_t from, int32_t to,
   const Sums& c = task.c;
   const Buffers& at = all.at;
   const More& more = all.more;
-  const int64_t columns = (span.t1 - span.t0 + C - 1) / C, D16 = up(c.D, C);
+  const int64_t columns = (span.t1 - span.t0 + C - 1) / C, split = up(task.first, C);
   const std::vector<Lanes> lanes = all_lanes(task, span, sees);
   const Mark* marks = task.running == nullptr ? nullptr : at.marks;
   const int64_t values = task.p1 - task.p0;
@@ -402,34 +411,41 @@ void directly_back(const Task& task, const Span& span, int32_t from, int32_t to,
     pack_rows(task, s0, s1, at.factors, at.rows);
     pack_marks(task, s0, s1, at.marks);
     pack_values(task, s0, s1, [&](int32_t s) { return task.counts(s); }, at.values);
-    std::memset(more.near_keys, 0, sizeof(float) * BLOCK * D16);
+    std::memset(more.near_keys, 0, sizeof(float) * BLOCK * task.row);
     std::memset(more.near_values, 0, sizeof(float) * BLOCK * task.step);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t k = 0; k < c.learned; ++k) partial[k] = V{};
       for (int64_t i = 0; i < columns; ++i) {
         const int64_t number = g * PER + i;
         const int32_t end = std::max(s0, std::min(s1, lanes[number].last));
-        float *weights = more.scores + i * BLOCK * C, *changes = more.changes + i * BLOCK * C;
+        float *weights = more.scores + i * BLOCK * C, *changes = more.changes + i * BLOCK * C, *others = more.others + i * BLOCK * C;
         for (int32_t s = s0; s < end; s += R)
           with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
             const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
             gradients<decltype(n)::value>(task, g, lanes[number], at.rows + (s - s0) * c.D, at.values + (s - s0) * task.step, first,
                                           at.queries + number * c.low * C + C, more.du_columns + number * task.width * C, s, weights + (s - s0) * C,
-                                          changes + (s - s0) * C, into.dcoefficients == nullptr ? nullptr : partial);
+                                          changes + (s - s0) * C, others + (s - s0) * C, into.dcoefficients == nullptr ? nullptr : partial);
           });
         std::memset(weights + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
         std::memset(changes + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
-        block_by_columns(at.rows, c.D, c.D, changes, end - s0, at.near, more.dlow + number * c.low * C + C);
+        std::memset(others + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
+        float* dlow = more.dlow + number * c.low * C + C;
+        block_by_columns(at.rows, c.D, task.first, changes, end - s0, at.near, dlow);
+        if (task.rest > 0) block_by_columns(at.rows + task.first, c.D, task.rest, others, end - s0, at.near, dlow + task.first * C);
       }
-      gather(more.scores, s1 - s0, more.du + g * BLOCK * task.step, task.step, columns, more.near_values);
-      gather(more.changes, s1 - s0, more.query_rows + g * BLOCK * D16, D16, columns, more.near_keys);
+      const float* queries = more.query_rows + g * BLOCK * task.row;
+      gather(more.scores, s1 - s0, more.du + g * BLOCK * task.step, task.step, 0, task.step, columns, more.near_values);
+      gather(more.changes, s1 - s0, queries, task.row, 0, split, columns, more.near_keys);
+      gather(more.others, s1 - s0, queries, task.row, split, task.row, columns, more.near_keys);
       for (int64_t k = 0; k < c.learned && into.dcoefficients != nullptr; ++k)
         for (int i = 0; i < L; ++i) into.dcoefficients[g * c.learned + k] += partial[k][i];
     }
     for (int32_t s = s0; s < s1; ++s) {
       float *to_key = into.dk + task.index[s] * c.D, *to_value = into.dv + task.index[s] * c.P + task.p0;
       const float *near = more.near_values + (s - s0) * task.step, count = task.counts(s);
-      for (int64_t d = 0; d < c.D; ++d) to_key[d] += more.near_keys[(s - s0) * D16 + d];
+      const float *first = more.near_keys + (s - s0) * task.row, *rest = first + split;
+      for (int64_t d = 0; d < task.first; ++d) to_key[d] += first[d];
+      for (int64_t d = 0; d < task.rest; ++d) to_key[task.first + d] += rest[d];
       for (int64_t p = 0; p < values; ++p) to_value[p] += near[p] * count;
       if (into.dmass != nullptr) into.dmass[task.index[s]] += near[values] * count;
     }

@@ -35,8 +35,10 @@ struct Sums {
   const float* initial;       // (B, Hkv, F, W) or null: the memory before the first key
   const double* before;       // (B): keys in it, for the count anchor; null without
   Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards, shares;
+  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards, shares, left_part;
                               // offset: the position of query 0 among the keys; guards: rows whose terms cancel are found and summed directly
+                              // left_part: where it is not 0, a score is a product of two dot products, over the first left_part numbers and over
+                              // the others; features are the products of a number of either part, and scale is 1
   uint8_t* apart;             // (B, H, T): which those are, zeros at first; null without guards
   float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
   const float *dy, *dfinal;   // as y and final
@@ -60,6 +62,7 @@ struct Span {  // a block: queries [t0, t1) read the state once keys [from, to) 
 struct Task {
   const Sums& c;
   int64_t b, kv, segment, part, p0, p1, mass, width, step, groups, strip;
+  int64_t first, rest, row;  // numbers of both parts of a score (``rest`` is 0 where it has one), and of a row of both, each padded to whole columns
   const int32_t *index, *lo, *hi;
   const double* running;
   const float* favour;
@@ -77,6 +80,9 @@ struct Task {
     width = p1 - p0 + mass;
     step = up(width, C);
     groups = c.H / c.Hkv;
+    first = c.left_part > 0 ? c.left_part : c.D;
+    rest = c.D - first;
+    row = up(first, C) + up(rest, C);
     strip = std::max<int64_t>(SLICE, std::min<int64_t>(8 * SLICE, STRIP / width / SLICE * SLICE));
     const int64_t m = c.by_batch ? b : 0;
     index = c.index + m * c.S;
@@ -493,11 +499,21 @@ inline V left_of(const Lanes& lanes, int j, Mark mark) {
 
 // weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
 template <int N>
-APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
+APART void weigh(const Task& task, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
+  const Sums& c = task.c;
   V x[N] = {}, y[N] = {};
   const float* at[N];
   EACH_ROW at[r] = rows + r * c.D;
-  add_rows<N>(at, column, C, c.D, x, y);
+  add_rows<N>(at, column, C, task.first, x, y);
+  if (task.rest > 0) {
+    float other[N * C];
+    EACH_ROW at[r] += task.first;
+    rows_by_columns<N>(at, column + task.first * C, C, task.rest, other);
+    EACH_ROW {
+      x[r] *= load(other + r * C);
+      y[r] *= load(other + r * C + L);
+    }
+  }
   EACH_ROW {
     x[r] = in_domain(x[r]);
     y[r] = in_domain(y[r]);

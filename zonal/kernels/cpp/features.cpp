@@ -1,0 +1,260 @@
+// Feature maps of one layer: y_i = gain g(z_i) with z_i = factor w_i . u + offset - norm |u|^2, for vectors u = x or
+// x / |x| and the rows w_i of a matrix; or gain times the softmax of all z.
+//
+// The tokens of a column lie across the lanes of vectors. A column's features are made in one pass, and made again in
+// backward, so that only x and y are ever in memory.
+
+#include "common.hpp"
+#include "products.hpp"
+
+extern "C" {
+
+// What zonal/kernels/features.py fills in. Last axes have stride 1. Block j holds ``counts[j]`` features, of the rows
+// from ``starts[j]`` on, or where that is below 0 of the numbers of u themselves. kinds: the functions, as in ``Kind``.
+struct Layer {
+  const float *x, *weight, *dy;  // (B, H, T, D), (heads, rows, D), (B, H, T, F)
+  const int32_t *kinds, *starts, *counts;
+  const float *factors, *norms, *offsets, *gains;
+  Strides xs, dys;
+  int64_t B, H, T, D, F, heads, rows, blocks, unit, softmax;
+  int64_t tokens, parts;    // tokens of a task, tasks of a head
+  float *y, *dx, *dweight;  // (B, H, T, F), (B, H, T, D), (B, H, parts, rows, D) or null
+  uint8_t* lost;            // (1), 0 at first: 1 where all features of some vector are 0
+};
+}
+
+namespace {
+
+enum Kind { EXP = 0, SQUARE = 1, ELU1 = 2, RELU = 3, SILU = 4 };
+
+// e^x to two units in the last place; it overflows to infinity, and underflows through denormal numbers
+inline V exponential(V x) {
+  const V low = most(least(x, spread(89.f)), spread(-104.5f));
+  const V whole = (low * LOG2E + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to the nearest whole number
+  const V rest = (low - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  // either half is the exponent of a normal number
+  const I power = __builtin_convertvector(whole, I), half = power >> 1;
+  const I first = (half + 127) << 23, second = (power - half + 127) << 23;
+  return polynomial(rest * LOG2E, EXPONENTIAL) * reinterpret_cast<const V&>(first) * reinterpret_cast<const V&>(second);
+}
+
+template <int KIND>
+INLINE V activated(V z) {
+  if constexpr (KIND == EXP) return exponential(z);
+  if constexpr (KIND == SQUARE) return z * z;
+  if constexpr (KIND == ELU1) return z > 0.f ? z + 1.f : exponential(z);
+  if constexpr (KIND == RELU) return z < 0.f ? V{} : z;
+  if constexpr (KIND == SILU) return z / (1.f + exponential(-z));
+  return z;
+}
+
+template <int KIND>
+INLINE V slope(V z) {
+  if constexpr (KIND == EXP) return exponential(z);
+  if constexpr (KIND == SQUARE) return 2.f * z;
+  if constexpr (KIND == ELU1) return z > 0.f ? spread(1.f) : exponential(z);
+  if constexpr (KIND == RELU) return z > 0.f ? spread(1.f) : V{};
+  if constexpr (KIND == SILU) {
+    const V share = 1.f / (1.f + exponential(-z));
+    return share * (1.f + z * (1.f - share));
+  }
+  return spread(1.f);
+}
+
+// f with the function as a constant
+template <typename Function>
+INLINE void with_kind(int32_t kind, const Function& f) {
+  switch (kind) {
+    case EXP: return f(std::integral_constant<int, EXP>());
+    case SQUARE: return f(std::integral_constant<int, SQUARE>());
+    case ELU1: return f(std::integral_constant<int, ELU1>());
+    case RELU: return f(std::integral_constant<int, RELU>());
+    default: return f(std::integral_constant<int, SILU>());
+  }
+}
+
+struct Buffers {
+  float *u, *products, *z, *du, *dproducts, *dy, *rows, *square, *dsquare;
+  int32_t* index;
+};
+
+Buffers buffers(const Layer& c, Scratch& scratch, bool backward) {
+  scratch.begin(C * (2 * c.D + 2 * c.rows + 2 * c.F + up(c.D, C) + 2) + c.rows);
+  Buffers at;
+  at.u = scratch.take(c.D * C);
+  at.products = scratch.take(c.rows * C);
+  at.z = scratch.take(c.F * C);
+  at.square = scratch.take(C);
+  if (!backward) return at;
+  at.du = scratch.take(c.D * C);
+  at.dproducts = scratch.take(c.rows * C);
+  at.dy = scratch.take(c.F * C);
+  at.dsquare = scratch.take(C);
+  at.rows = scratch.take(up(c.D, C) * C);
+  at.index = reinterpret_cast<int32_t*>(scratch.take(c.rows));
+  for (int32_t i = 0; i < c.rows; ++i) at.index[i] = i;
+  return at;
+}
+
+struct Lanes {  // up to C tokens of a head
+  const float *x, *weight;
+  int64_t first, count;  // first: the number of its first token among all (B, H, T)
+  float factors[C];      // of x in u; 0 in lanes without a token
+};
+
+// u, its products with the matrix, |u|^2 and z of a column
+void make(const Layer& c, const Lanes& column, const Buffers& at) {
+  const auto row = [&](int64_t i) { return column.x + std::min(i, column.count - 1) * c.xs.token; };
+  as_column(row, column.factors, C, c.D, at.u);
+  for (int64_t i = 0; i < c.rows; i += R)
+    with_rows<R>(c.rows - i, [&](auto n) {
+      constexpr int N = decltype(n)::value;
+      const float* rows[N];
+      EACH_ROW rows[r] = column.weight + (i + r) * c.D;
+      rows_by_columns<N>(rows, at.u, C, c.D, at.products + i * C);
+    });
+  for (int j = 0; j < C; j += L) {
+    V square = V{};
+    for (int64_t d = 0; d < c.D; ++d) square += load(at.u + d * C + j) * load(at.u + d * C + j);
+    store(at.square + j, square);
+    float* z = at.z + j;
+    for (int64_t k = 0; k < c.blocks; ++k) {
+      const float* from = (c.starts[k] < 0 ? at.u : at.products + c.starts[k] * C) + j;
+      const V shift = c.norms[k] != 0.f ? c.offsets[k] - c.norms[k] * square : spread(c.offsets[k]);
+      for (int64_t i = 0; i < c.counts[k]; ++i, z += C) store(z, c.factors[k] * load(from + i * C) + shift);
+    }
+  }
+}
+
+// z of a column becomes its softmax, without gains
+void normalise(const Layer& c, float* z) {
+  for (int j = 0; j < C; j += L) {
+    V top = load(z + j), total = V{};
+    for (int64_t i = 1; i < c.F; ++i) top = most(top, load(z + i * C + j));
+    for (int64_t i = 0; i < c.F; ++i) {
+      const V power = exponential(load(z + i * C + j) - top);
+      total += power;
+      store(z + i * C + j, power);
+    }
+    for (int64_t i = 0; i < c.F; ++i) store(z + i * C + j, load(z + i * C + j) / total);
+  }
+}
+
+// f(function, block, number of its first feature), for each block
+template <typename Function>
+INLINE void each_block(const Layer& c, const Function& f) {
+  int64_t place = 0;
+  for (int64_t k = 0; k < c.blocks; place += c.counts[k++])
+    with_kind(c.kinds[k], [&](auto kind) { f(kind, k, place); });
+}
+
+void forward_column(const Layer& c, const Lanes& column, const Buffers& at) {
+  make(c, column, at);
+  if (c.softmax) normalise(c, at.z);
+  I found[2] = {};
+  each_block(c, [&](auto kind, int64_t k, int64_t place) {
+    for (float *z = at.z + place * C, *end = z + c.counts[k] * C; z < end; z += C)
+      for (int j = 0; j < C; j += L) {
+        const V from = load(z + j), y = c.gains[k] * (c.softmax ? from : activated<decltype(kind)::value>(from));
+        found[j / L] |= y != 0.f;
+        store(z + j, y);
+      }
+  });
+  for (int64_t i = 0; i < column.count; ++i)
+    if (!found[i / L][i % L]) *c.lost = 1;
+  float ones[C];
+  std::fill_n(ones, C, 1.f);
+  float* y = c.y + column.first * c.F;
+  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(y + i * c.F + d, x); };
+  const auto one = [&](int64_t i, int64_t d, float x) { y[i * c.F + d] = x; };
+  as_rows(at.z, ones, static_cast<int>(column.count), c.F, eight, one);
+}
+
+// dweight: (rows, D), to which the column's part is added; or null
+void backward_column(const Layer& c, const Lanes& column, const float* dy, const Buffers& at, float* dweight) {
+  make(c, column, at);
+  if (c.softmax) normalise(c, at.z);
+  float there[C];
+  for (int64_t i = 0; i < C; ++i) there[i] = i < column.count;
+  as_column([&](int64_t i) { return dy + std::min(i, column.count - 1) * c.dys.token; }, there, C, c.F, at.dy);
+  V along[2] = {};  // a softmax does not change where all its inputs grow alike
+  each_block(c, [&](auto, int64_t k, int64_t place) {
+    for (int64_t i = place * C; c.softmax && i < (place + c.counts[k]) * C; i += C)
+      for (int j = 0; j < C; j += L) along[j / L] += c.gains[k] * load(at.z + i + j) * load(at.dy + i + j);
+  });
+  clear(at.du, c.D * C);
+  clear(at.dproducts, c.rows * C);
+  clear(at.dsquare, C);
+  each_block(c, [&](auto kind, int64_t k, int64_t place) {
+    float* to = c.starts[k] < 0 ? at.du : at.dproducts + c.starts[k] * C;
+    V total[2] = {};
+    for (int64_t i = place * C; i < (place + c.counts[k]) * C; i += C, to += C)
+      for (int j = 0; j < C; j += L) {
+        const V z = load(at.z + i + j), g = c.gains[k] * load(at.dy + i + j);
+        const V dz = c.softmax ? z * (g - along[j / L]) : slope<decltype(kind)::value>(z) * g;
+        store(to + j, load(to + j) + c.factors[k] * dz);
+        total[j / L] += dz;
+      }
+    for (int j = 0; c.norms[k] != 0.f && j < C; j += L)
+      store(at.dsquare + j, load(at.dsquare + j) - c.norms[k] * total[j / L]);
+  });
+  const RowsAt<float, false> rows{column.weight, c.D, nullptr};
+  if (c.rows > 0) columns_by_columns(rows, c.D, at.dproducts, C, c.rows, at.du);
+  for (int64_t d = 0; d < c.D * C; d += L)
+    store(at.du + d, load(at.du + d) + 2.f * load(at.dsquare + d % C) * load(at.u + d));
+  if (dweight != nullptr) {
+    const int64_t step = up(c.D, C);
+    clear(at.rows, step * C);
+    for (int64_t i = 0; i < column.count; ++i)
+      for (int64_t d = 0; d < c.D; ++d) at.rows[i * step + d] = column.x[i * c.xs.token + d] * column.factors[i];
+    add_outer<C>(at.dproducts, at.rows, c.D, at.index, c.rows, dweight);
+  }
+  float* dx = c.dx + column.first * c.D;
+  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(dx + i * c.D + d, x); };
+  const auto one = [&](int64_t i, int64_t d, float x) { dx[i * c.D + d] = x; };
+  as_rows(at.du, column.factors, static_cast<int>(column.count), c.D, eight, one);
+  for (int64_t i = 0; c.unit && i < column.count; ++i) {  // a unit vector does not change along itself
+    const float* x = column.x + i * c.xs.token;
+    const float inverse = column.factors[i], back = dot(dx + i * c.D, x, c.D) * inverse;
+    for (int64_t d = 0; d < c.D; ++d) dx[i * c.D + d] -= back * (x[d] * inverse);
+  }
+}
+
+// f(column) for all columns of a task
+template <typename Function>
+void each_column(const Layer& c, int64_t task, const Function& f) {
+  const int64_t head = task / c.parts, b = head / c.H, h = head % c.H;
+  const int64_t first = task % c.parts * c.tokens, last = std::min(first + c.tokens, c.T);
+  for (int64_t t = first; t < last; t += C) {
+    Lanes column;
+    column.x = c.x + b * c.xs.batch + h * c.xs.head + t * c.xs.token;
+    column.weight = c.weight + (c.rows > 0 ? h / (c.H / c.heads) * c.rows * c.D : 0);
+    column.first = head * c.T + t;
+    column.count = std::min<int64_t>(C, last - t);
+    for (int64_t i = 0; i < C; ++i)
+      column.factors[i] = i >= column.count ? 0.f : c.unit ? inverse_norm(column.x + i * c.xs.token, c.D) : 1.f;
+    f(column, b, h, t);
+  }
+}
+
+int each_part(const Layer& c, bool backward) {
+  const bool team = c.B * c.H * c.T * (c.rows * c.D + 8 * c.F) > (1 << 18);
+  return each_task<Scratch>(c.B * c.H * c.parts, team, [&](int64_t task, Scratch& scratch) {
+    const Buffers at = buffers(c, scratch, backward);
+    float* dweight = c.dweight == nullptr ? nullptr : c.dweight + task * c.rows * c.D;
+    each_column(c, task, [&](const Lanes& column, int64_t b, int64_t h, int64_t t) {
+      const float* dy = c.dy + b * c.dys.batch + h * c.dys.head + t * c.dys.token;
+      if (backward) backward_column(c, column, dy, at, dweight);
+      else forward_column(c, column, at);
+    });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// Both return 0, or 1 when memory ran out.
+int zonal_features_forward(const Layer* call) { return each_part(*call, false); }
+int zonal_features_backward(const Layer* call) { return each_part(*call, true); }
+}

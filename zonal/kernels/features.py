@@ -1,0 +1,136 @@
+"""The kernel for feature maps of one layer (features.cpp): an elementwise function of a product with a matrix."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.score import FeatureLayer
+from zonal.errors import ArgumentError
+from zonal.formula import FORMULAS, Activation
+from zonal.kernels import abi
+from zonal.kernels.abi import Arguments
+from zonal.kernels.native import Family
+from zonal.kernels.op import Body, Gradients, Op, Results, only_first
+
+FAMILY = Family("features", FORMULAS["identity"], cuda=False)
+_KINDS = {"exp": 0, "square": 1, "elu1": 2, "relu": 3, "silu": 4}
+_NUMBERS = ("kinds", "starts", "counts", "factors", "norms", "offsets", "gains")
+_LAYER = abi.Struct("features.cpp", "Layer", {
+    "x": "B H T D", "weight": "heads rows D", "dy": "B H T F", **dict.fromkeys(_NUMBERS, "blocks"),
+    "y": "B H T F", "dx": "B H T D", "dweight": "B H parts rows D", "lost": "one",
+})  # fmt: skip
+_TOKENS = 256
+"""Tokens of a task."""
+
+
+@dataclass(frozen=True)
+class FeaturesSpec:
+    """y = [gain g(z)] of all activations, z_i = factor w_i . u + offset - norm |u|^2, u = x, or x / |x| if ``unit``.
+
+    softmax: gain times the softmax of all z in the place of gain g(z).
+    """
+
+    activations: tuple[Activation, ...]
+    unit: bool = False
+    softmax: bool = False
+
+    @property
+    def width(self) -> int:
+        """The number of features."""
+        return sum(each.count for each in self.activations)
+
+
+class FeaturesInputs(NamedTuple):
+    """x (B, H, T, D), and w (heads, rows, D) in float32: head h has the rows of w[h // (H / heads)]."""
+
+    x: Tensor
+    weight: Tensor
+
+
+def _arguments(inputs: FeaturesInputs, spec: FeaturesSpec, tokens: int) -> Arguments:
+    batch, heads, length, dim = inputs.x.shape
+    call = Arguments(_LAYER, {
+        "B": batch, "H": heads, "T": length, "D": dim, "F": spec.width, "heads": inputs.weight.shape[0],
+        "rows": inputs.weight.shape[1], "blocks": len(spec.activations), "unit": spec.unit, "softmax": spec.softmax,
+        "tokens": tokens, "parts": -(-length // tokens),
+    }, {"one": 1})  # fmt: skip
+    call.point("x", inputs.x)
+    call.point("weight", inputs.weight)
+    of = spec.activations
+    starts = [-1 if each.start is None else each.start for each in of]
+    columns = (
+        [_KINDS[each.function] for each in of], starts, [each.count for each in of], [each.factor for each in of],
+        [each.norm for each in of], [each.offset for each in of], [each.gain for each in of],
+    )  # fmt: skip
+    for name, column in zip(_NUMBERS, columns, strict=True):
+        call.point(name, torch.tensor(column, dtype=_LAYER.pointers[name].dtypes[0], device="cpu"))
+    return call
+
+
+def forward(inputs: FeaturesInputs, spec: FeaturesSpec) -> Results:
+    """y (B, H, T, features) float32, and whether all features of some vector are 0, (1,) uint8."""
+    call = _arguments(inputs, spec, _TOKENS)
+    y, lost = call.new("y"), call.new("lost", zero=True)
+    call.run(FAMILY.load().zonal_features_forward)
+    return y, lost
+
+
+def backward(
+    grads: Gradients, inputs: FeaturesInputs, results: Results, spec: FeaturesSpec, asked: frozenset[str]
+) -> Gradients:
+    """Gradients of x and, if asked for, of the matrix."""
+    # tasks of few tokens would leave many matrices to be summed up
+    call = _arguments(inputs, spec, 4 * _TOKENS if "weight" in asked else _TOKENS)
+    call.point("dy", grads[0])
+    dx = call.new("dx")
+    dweight = call.new("dweight", zero=True) if "weight" in asked else None
+    call.run(FAMILY.load().zonal_features_backward)
+    if dweight is None:
+        return dx, None
+    heads, *of_one = inputs.weight.shape
+    return dx, dweight.sum((0, 2)).view(heads, -1, *of_one).sum(1)
+
+
+def _shapes(inputs: FeaturesInputs, spec: FeaturesSpec) -> Results:
+    x = inputs.x
+    return x.new_empty((*x.shape[:3], spec.width), dtype=torch.float32), x.new_empty(1, dtype=torch.uint8)
+
+
+def vanished(name: str, dtype: torch.dtype) -> ArgumentError:
+    """The error that all features of some vector underflow. name: of the feature map."""
+    return ArgumentError(
+        f"attention: all features {name} of some vector are 0 in {str(dtype).removeprefix('torch.')}, being "
+        "exponentials of minus its length squared: the sums that rows are divided by would vanish. Make queries and "
+        "keys shorter (a norm on them, qk_norm=True in a layer)."
+    )
+
+
+features = Op(
+    "feature_layer",
+    FeaturesInputs,
+    FeaturesSpec,
+    results=2,
+    learned=("x", "weight"),
+    cpu=Body(forward, backward),
+    shapes=_shapes,
+    fixed=(1,),
+    refusal=only_first("chunked"),
+)
+"""``FeaturesSpec``'s equation. The results are those of ``forward``."""
+
+
+def made(x: Tensor, layer: FeatureLayer) -> Tensor:
+    """The numbers that the features of x (B, H, T, D) are made of: the features themselves where ``layer.left`` is 0.
+
+    Raises: ArgumentError where all features of some vector are 0 and may not be.
+    """
+    weight = x.new_empty(1, 0, x.shape[-1], dtype=torch.float32) if layer.weight is None else layer.weight.float()
+    y, lost = features(FeaturesInputs(x, weight), FeaturesSpec(layer.activations, layer.unit, layer.softmax))
+    if layer.name and not torch.compiler.is_compiling() and bool(lost):
+        raise vanished(layer.name, torch.float32)
+    return y
+
+
+__all__ = ["FAMILY", "FeaturesInputs", "FeaturesSpec", "features", "made", "vanished"]
