@@ -1,5 +1,6 @@
 """``zonal generate``: continue a prompt with a trained model, printed as it comes."""
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Generate:
     """Continue a prompt."""
 
     model: Annotated[Path | None, shown("PATH", "required")] = None
-    """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
+    """A checkpoint, the folder of a run of `zonal train` or `zonal compare`, or a model of transformers such as
+    `zonal convert` writes."""
     prompt: str = ""
     """The prompt: text, or token numbers for a model that was not trained on text."""
     max_new_tokens: Annotated[int, Between(0, 1_000_000_000)] = 200
@@ -117,6 +119,16 @@ def run(options: Generate, command: str) -> int:
     if options.model is None:
         raise ArgumentError("generate: --model is required: a checkpoint, or the folder of a run of `zonal train`.")
     Sampler(options.temperature, options.top_k, options.top_p)  # refused before the model is read
+    if (options.model / "config.json").is_file():
+        try:
+            continuing = importlib.import_module("zonal.hf.continuing")
+        except ImportError as error:
+            raise ArgumentError(f"generate: {options.model} is a model of transformers. {error}") from error
+        words = continuing.continued(
+            options.model, device(options.device), options.prompt, options.max_new_tokens, options.temperature,
+            options.top_k, options.top_p, options.stop, options.seed,
+        )  # fmt: skip
+        return _print(options.prompt, words)
     model, config = load_model(checkpoint_in(options.model))
     model = model.to(device(options.device))
     written = codec(config["identity"]["task"], model.config.vocab_size)
@@ -133,9 +145,16 @@ def run(options: Generate, command: str) -> int:
         stop,
         options.seed,
     )
-    sys.stdout.write(options.prompt)
-    for piece in pieces((int(token) for token in tokens), written.decode):
-        sys.stdout.write(written.joint + piece)
+    return _print(
+        options.prompt, (written.joint + piece for piece in pieces((int(token) for token in tokens), written.decode))
+    )
+
+
+def _print(prompt: str, words: Iterable[str]) -> int:
+    """Print a prompt and what follows it, as it comes."""
+    sys.stdout.write(prompt)
+    for word in words:
+        sys.stdout.write(word)
         sys.stdout.flush()
     sys.stdout.write("\n")
     return 0

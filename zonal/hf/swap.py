@@ -92,13 +92,13 @@ def convert(
             these layers do not provide. The model is then unchanged.
     """
     call = "hf.convert"
-    found = _layers(call, model)
+    found = layers_of(call, model)
     if cache not in _CACHES:
         raise unknown_name(call, "cache", cache, _CACHES)
     if cache == "memory":
         _check_caching(call, found)
     made = [
-        _for_layer(call, layer, choice)
+        for_layer(call, layer, choice)
         for layer, choice in zip(found, _chosen(call, operator, layers, len(found)), strict=True)
     ]
     before = model.config._attn_implementation  # type: ignore[union-attr]
@@ -219,7 +219,7 @@ class _Converted:
 
     def __init__(self, config: Any, *inputs: Any, **others: Any) -> None:
         super().__init__(config, *inputs, **others)  # type: ignore[call-arg]
-        layers = _layers("hf.from_pretrained", self)  # type: ignore[arg-type]
+        layers = layers_of("hf.from_pretrained", self)  # type: ignore[arg-type]
         declared = [Operator.from_config(each) for each in config.zonal["operators"]]
         if len(declared) != len(layers):
             raise ArgumentError(
@@ -257,7 +257,7 @@ def operators(model: nn.Module) -> list[Operator]:
         ArgumentError: the model was not converted.
     """
     found = [
-        own for module in model.modules() if hasattr(module, "layer_idx") and (own := _operator(module)) is not None
+        own for module in model.modules() if hasattr(module, "layer_idx") and (own := operator_of(module)) is not None
     ]
     if not found:
         raise ArgumentError(
@@ -267,7 +267,7 @@ def operators(model: nn.Module) -> list[Operator]:
     return found
 
 
-def _layers(call: str, model: nn.Module) -> list[Any]:
+def layers_of(call: str, model: nn.Module) -> list[Any]:
     """The layers of self-attention, in their order."""
     layers = [module for module in model.modules() if hasattr(module, "is_causal") and _head_dim(module) is not None]
     if not layers or not isinstance(model, PreTrainedModel):
@@ -317,7 +317,7 @@ def _install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
         layer.readout = None if width is None else RMSNorm(width).to(next(layer.parameters()).device)
 
 
-def _operator(layer: Any) -> Operator | None:
+def operator_of(layer: Any) -> Operator | None:
     """The operator of a converted layer, also where ``modules_to_save`` of peft has wrapped it."""
     held: Any = getattr(layer, "operator", None)
     copies = getattr(held, "modules_to_save", None)
@@ -338,7 +338,7 @@ def _heads(layer: Any) -> tuple[int, int]:
     return heads, getattr(layer.config, "num_key_value_heads", None) or heads
 
 
-def _for_layer(call: str, layer: Any, operator: Choice) -> Operator:
+def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     config, scale, dim = layer.config, _scale(layer), _head_dim(layer)
     if any(_rate(getattr(layer, name, 0.0)) for name in _DROPOUTS):
         raise ArgumentError(
@@ -438,7 +438,7 @@ def attend(
             caps, the weights, or another mask.
     """
     call = "hf.attend"
-    operator = _operator(module)
+    operator = operator_of(module)
     if operator is None:
         raise ArgumentError(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
@@ -471,10 +471,10 @@ def attend(
         y = cache.read(layer, operator, query, key, value, real)
     else:
         y = attention(query, key, value, operator, causal=bool(module.is_causal), key_padding_mask=real)  # type: ignore[arg-type]
-    return _read_out(module, operator, y.transpose(1, 2)), None
+    return read_out(module, operator, y.transpose(1, 2)), None
 
 
-def _read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
+def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
     """y (B, T, H, P) after the norm that the operator declares."""
     if operator.readout is None:
         return y

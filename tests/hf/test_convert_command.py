@@ -1,0 +1,205 @@
+"""`zonal convert` on a small model: the error of attention falls, the state resumes to the same numbers, what is
+written loads and generates, and what is refused.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from zonal import hf
+from zonal.cli.app import main
+from zonal.data.corpora import novel
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.hf import distil
+from zonal.hf.examine import by_position, nats, needle, pairs
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokeniser, and a text."""
+    root = tmp_path_factory.mktemp("pretrained")
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = novel()[:60_000]
+    plain.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(root / "model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES)
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    (root / "text.txt").write_text(text)
+    return root
+
+
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "convert", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out),
+        "--operator", "hedgehog", "--length", "32", "--windows", "2", "--eval-length", "64",
+        "--questions", "1", "--transfer-steps", "30", "--distil-steps", "4", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed is measured after short contexts."""
+    monkeypatch.setattr("zonal.hf.pipeline._LENGTHS", (8, 16))
+    monkeypatch.setattr("zonal.hf.pipeline._PREFILL", 16)
+
+
+def test_a_model_is_converted_and_goes_on_elsewhere(
+    folder: Path, tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "converted"
+    assert main(words(folder, out)) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert sorted(operator.name for operator in hf.operators(model)) == ["hedgehog"] * 2 + ["softmax"] * 2
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokens = tokenizer("The old house", return_tensors="pt")
+    found = model.generate(**tokens, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, hf.MemoryCache)
+    record = json.loads((out / "conversion.json").read_text())
+    errors = [each["losses"]["error"] for each in record["transfer"]]
+    assert sum(errors[-5:]) < 0.95 * sum(errors[:5])
+    assert len(record["chosen"]) == 2
+    assert record["chosen"] == sorted(sorted(range(4), key=record["harms"].__getitem__)[:2])
+    text = distil.Text.of([tokenizer((folder / "text.txt").read_text())["input_ids"]], 2, 64)
+    assert record["after"]["perplexity"] == pytest.approx(float(nats(model, text.held_out).mean().exp()), rel=1e-5)
+    html = (out / "report.html").read_text()
+    assert "Before and after" in html
+    assert "/tmp" not in json.dumps(record["settings"]["model"])
+    said = capsys.readouterr().out
+    assert "zonal generate --model" in said
+    # the text goes on from the command line, too
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(out),
+                "--prompt",
+                "The old house",
+                "--max-new-tokens",
+                "3",
+                "--temperature",
+                "0",
+            ]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.startswith("The old house")
+    assert main(words(folder, out)) == 2
+    assert "exists. Choose another folder" in capsys.readouterr().err
+
+
+def pieces(folder: Path, state: Path, stops: list[int]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Attention transfer of 6 steps, stopped after so many calls of the question whether to stop."""
+    model = distil.converted(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), "ska(power=1)")
+    tokens = torch.randint(300, (2_000,), generator=torch.Generator().manual_seed(3)).tolist()
+    text = distil.Text.of([tokens], 1, 32)
+    told = []
+    for stop in [*stops, 100]:
+        asked = iter(range(stop + 1))
+        told = list(
+            distil.learn(
+                distil.Transfer(model), distil.Stage(6, 1e-2), text, length=32, seed=1, state=state,
+                interrupted=lambda asked=asked, stop=stop: next(asked) >= stop,
+            )
+        )  # fmt: skip
+    return [each.losses for each in told], distil.learned_by(model)[0]
+
+
+def test_a_stopped_stage_goes_on_to_the_same_numbers(folder: Path, tmp_path: Path) -> None:
+    whole, learned = pieces(folder, tmp_path / "whole.safetensors", [])
+    parts, again = pieces(folder, tmp_path / "parts.safetensors", [2, 1])
+    assert len(whole) == 6
+    assert parts == whole
+    assert all(torch.equal(learned[name], again[name]) for name in learned)
+    model = distil.converted(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), "retention")
+    text = distil.Text.of([list(range(300)) * 5], 1, 32)
+    with pytest.raises(FileFormatError, match="state of another conversion"):
+        list(
+            distil.learn(
+                distil.Transfer(model), distil.Stage(6, 1e-2), text, length=32, seed=1,
+                state=tmp_path / "whole.safetensors",
+            )
+        )  # fmt: skip
+
+
+def test_transfer_leaves_the_original_as_it_is_and_learns_operators_alone(folder: Path) -> None:
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokens = torch.randint(300, (1, 32))
+    model = distil.converted(original, "ska(power=1)")
+    task = distil.Transfer(model)
+    assert all(".operator." in name or ".readout." in name for name in task.parameters())
+    found = task.losses(tokens)
+    assert len(found["layers"]) == 4
+    assert all(0 < error < 10 for error in found["layers"])
+    assert all(value.grad is not None for value in task.parameters().values())
+    # harm of one layer alone: none for the exact form
+    exact = distil.converted(original, "softmax")
+    assert distil.harms(exact, tokens) == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+def test_distillation_starts_at_nothing_to_learn_for_the_exact_form(folder: Path) -> None:
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = distil.converted(original, "softmax")
+    task = distil.Distillation(model, original)
+    assert task.losses(torch.randint(300, (1, 32)))["nats"] == pytest.approx(0.0, abs=1e-6)
+    assert all(".self_attn." in name for name in task.parameters())
+
+
+def test_texts_are_cut_in_two() -> None:
+    text = distil.Text.of([list(range(1_000)), list(range(1_000, 2_000))], 3, 50)
+    assert len(text.tokens) == 1_800
+    assert text.held_out.shape == (3, 50)
+    assert not set(text.held_out.flatten().tolist()) & set(text.tokens.tolist())
+    assert torch.equal(text.window(1, 5, 20), text.window(1, 5, 20))
+    assert not torch.equal(text.window(1, 5, 20), text.window(1, 6, 20))
+    with pytest.raises(ArgumentError, match="texts with at least 3,000 tokens are required"):
+        distil.Text.of([list(range(500))], 3, 100)
+
+
+def test_a_rate_rises_and_falls_with_steps_or_time() -> None:
+    stage = distil.Stage(100, 1.0, seconds=50.0)
+    assert stage.rate_at(0, 0.0) == pytest.approx(0.1)
+    assert stage.rate_at(50, 0.0) == pytest.approx(0.55)
+    assert stage.rate_at(50, 50.0) == pytest.approx(0.1)
+    assert stage.used(10, 25.0) == pytest.approx(0.5)
+
+
+def test_questions_hold_their_answers() -> None:
+
+    def count(text: str) -> int:
+        return len(text.split())
+
+    for probe in (needle, pairs):
+        found = probe(200, random.Random(0), count)
+        assert 180 <= count(found.text) <= 215
+        assert found.answer.strip() in found.text
+        assert not found.text.endswith(found.answer)
+    losses = torch.ones(2, 9)
+    assert [(row["from"], row["to"]) for row in by_position(losses, (0, 4, 8, 100))] == [(0, 4), (4, 8), (8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "a model and --out are required"),
+        (["missing", "--out", "x"], "missing does not exist"),
+    ],
+)
+def test_what_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", *given]) == 2
+    assert said in capsys.readouterr().err

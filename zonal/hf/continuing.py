@@ -1,0 +1,62 @@
+"""Continues a prompt with a model of transformers, word by word."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import TextIteratorStreamer
+
+from zonal.errors import ArgumentError
+from zonal.hf.pretrained import opened
+
+
+def continued(
+    folder: Path,
+    device: torch.device,
+    prompt: str,
+    count: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: str | None,
+    seed: int | None,
+) -> Iterator[str]:
+    """The text that follows a prompt, as it comes; converted models keep the cache of their conversion.
+
+    temperature: 0 = always the most likely token. seed: None = another text each time.
+
+    Raises: ArgumentError for an empty prompt and a model that cannot be read.
+    """
+    model, tokenizer = opened("generate", folder)
+    model = model.to(device)
+    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    if not tokens["input_ids"].shape[1]:
+        raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
+    if not count:
+        return
+    if seed is not None:
+        torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            model.generate(
+                **tokens, max_new_tokens=count, streamer=streamer, stop_strings=stop, tokenizer=tokenizer,
+                pad_token_id=tokenizer.eos_token_id, **(drawn if temperature else {"do_sample": False}),
+            )  # fmt: skip
+        except BaseException as error:
+            failed.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield from streamer
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+__all__ = ["continued"]

@@ -1,0 +1,158 @@
+"""What a causal model of transformers can do, before and after a conversion: loss by position, recall of what stands in
+its context, and the time and bytes of decoding.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from zonal.hf.cache import MemoryCache
+from zonal.hf.swap import NAME, operators
+from zonal.memory import Memory
+from zonal.models.memory import ModelMemory
+from zonal.nn import LayerMemory
+
+Encode = Callable[[str], list[int]]
+
+_FILLER = (
+    "The road went on past the mill and over the hill.", "Nobody in the village had seen the letter.",
+    "It rained for most of the afternoon.", "The old clock in the hall struck four.",
+    "She put the book back on the shelf.", "A cart came slowly up the lane.",
+)  # fmt: skip
+_NAMES = (
+    "Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Louis", "Mary",
+    "Nora", "Oscar", "Paula", "Ruth", "Simon", "Tina", "Victor",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def nats(model: Any, windows: Tensor) -> Tensor:
+    """Loss at each position of windows (n, T): -log p of the next token, (n, T - 1) float64."""
+    found = []
+    for row in windows:
+        logits = model(row[None], use_cache=False).logits[0, :-1].float()
+        found.append(F.cross_entropy(logits, row[1:], reduction="none").double())
+    return torch.stack(found)
+
+
+def by_position(losses: Tensor, edges: Sequence[int]) -> list[dict[str, float]]:
+    """Perplexity of the predictions that have from ``edges[i]`` to ``edges[i + 1]`` tokens before them."""
+    rows = []
+    for low, high in zip(edges, [*edges[1:], losses.shape[1]], strict=True):
+        if low < min(high, losses.shape[1]):
+            rows.append(
+                {"from": low, "to": min(high, losses.shape[1]), "perplexity": float(losses[:, low:high].mean().exp())}
+            )
+    return rows
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text whose end asks for something that stands in it, and the answer."""
+
+    text: str
+    answer: str
+
+
+def needle(length: int, generator: random.Random, count: Callable[[str], int]) -> Question:
+    """One number in a text of ``length`` tokens of other sentences, asked for at the end."""
+    code = str(generator.randrange(10_000, 100_000))
+    fact, asked = f"The secret number is {code}.", "The secret number is"
+    sentences = _filler(length - count(fact) - count(asked), generator, count)
+    sentences.insert(generator.randrange(len(sentences) + 1), fact)
+    return Question(" ".join([*sentences, asked]), f" {code}")
+
+
+def pairs(length: int, generator: random.Random, count: Callable[[str], int]) -> Question:
+    """Twenty people with a number each in a text of ``length`` tokens, one of them asked for at the end."""
+    names = list(_NAMES)
+    generator.shuffle(names)
+    known = {name: str(generator.randrange(10, 100)) for name in names}
+    facts = [f"{name} lives at number {number}." for name, number in known.items()]
+    name = generator.choice(names)
+    asked = f"{name} lives at number"
+    sentences = _filler(length - count(" ".join(facts)) - count(asked), generator, count)
+    for fact in facts:
+        sentences.insert(generator.randrange(len(sentences) + 1), fact)
+    return Question(" ".join([*sentences, asked]), f" {known[name]}")
+
+
+PROBES = {"needle": needle, "pairs": pairs}
+"""What is asked: one number in a long text, or one of twenty pairs."""
+
+
+def _filler(length: int, generator: random.Random, count: Callable[[str], int]) -> list[str]:
+    sentences: list[str] = []
+    left = length
+    while left > 0:
+        sentences.append(generator.choice(_FILLER))
+        left -= count(sentences[-1])
+    return sentences
+
+
+@torch.no_grad()
+def recall(model: Any, encode: Encode, probe: str, length: int, questions: int, seed: int = 0) -> float:
+    """The share of questions whose whole answer is the model's most likely continuation, token by token."""
+    generator = random.Random(seed)
+    right = 0
+    for _ in range(questions):
+        asked = PROBES[probe](length, generator, lambda text: len(encode(text)))
+        text, answer = encode(asked.text), encode(asked.answer)
+        logits = model(torch.tensor([text + answer]), use_cache=False).logits[0, len(text) - 1 : -1]
+        right += logits.argmax(-1).tolist() == answer
+    return right / questions
+
+
+@torch.no_grad()
+def decoding(model: Any, length: int, tokens: int = 16) -> dict[str, float]:
+    """Tokens a second after a context of ``length`` tokens, and the bytes of the cache.
+
+    Speed and size depend on the number of keys and not on what they are, so the cache is filled with random numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def drawn() -> Tensor:
+        return torch.randn(1, heads, length, dim, generator=generator)
+
+    cache: Any
+    if config._attn_implementation == NAME:
+        layers = []
+        for operator in operators(model):
+            memory = Memory.empty(operator, 1, heads, dim, dim).absorb(drawn(), drawn())
+            layers.append(LayerMemory(memory, length=length))
+        cache = MemoryCache(ModelMemory(tuple(layers)))
+        size = cache.memory().nbytes
+    else:
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            cache.update(drawn(), drawn(), layer)
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    token = torch.tensor([[1]])
+    model(token, past_key_values=cache)  # plans, compiled kernels
+    start = time.perf_counter()
+    for _ in range(tokens):
+        model(token, past_key_values=cache)
+    return {"length": length, "tokens_per_second": tokens / (time.perf_counter() - start), "bytes": float(size)}
+
+
+@torch.no_grad()
+def prefill(model: Any, length: int, vocabulary: int) -> float:
+    """Tokens a second of one call on ``length`` random tokens, the second of two."""
+    tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        start = time.perf_counter()
+        model(tokens, use_cache=False, logits_to_keep=1)
+    return length / (time.perf_counter() - start)
+
+
+__all__ = ["PROBES", "Question", "by_position", "decoding", "nats", "prefill", "recall"]

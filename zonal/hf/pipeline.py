@@ -1,0 +1,236 @@
+"""``zonal convert``, without the command line: measure the original, train, choose layers, measure again, write."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zonal import store
+from zonal.data import open_source
+from zonal.errors import ArgumentError
+from zonal.hf import examine
+from zonal.hf.distil import Distillation, Stage, Text, Transfer, Update, converted, harms, learn, learned_by
+from zonal.hf.pretrained import opened
+from zonal.report import conversion as report
+from zonal.training.environment import folder_lock, surroundings
+
+_RECORD = "conversion.json"
+_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096)
+_LENGTHS = (1024, 8192, 32768)
+_PREFILL = 1024
+_HARM_WINDOWS = 2
+_SAMPLE = 60
+_TOLD = 200  # points of a curve that a record keeps, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is to be converted and how; the options of ``zonal convert``."""
+
+    model: Path
+    out: Path
+    to: Literal["hybrid", "all"]
+    operator: str
+    text: str
+    plan: bool
+    length: int
+    transfer_steps: int
+    distil_steps: int
+    transfer_rate: float
+    distil_rate: float
+    windows: int
+    eval_length: int
+    questions: int
+    prompt: str
+    seed: int
+    seconds: float | None
+
+    @property
+    def work(self) -> Path:
+        """The folder of what a stopped conversion goes on from."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same to go on."""
+        named = {name: value for name, value in vars(self).items() if name not in ("out", "plan")}
+        return {**named, "model": self.model.name}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who looks on: ``say`` prints a line, ``show`` draws an update, ``interrupted`` asks to stop."""
+
+    say: Callable[[str], Any] = print
+    show: Callable[[Update], Any] = lambda update: None
+    interrupted: Callable[[], bool] = lambda: False
+
+
+def run(settings: Settings, command: str, watch: Watch) -> bool:
+    """Convert, or go on with a conversion. Returns False if it was stopped.
+
+    Raises: ArgumentError for a model, texts or an operator that do not fit, and for a folder of something else.
+    """
+    if settings.out.exists():
+        raise ArgumentError(f"convert: {settings.out} exists. Choose another folder for the converted model (--out).")
+    original, tokenizer = opened("convert", settings.model, "sdpa")
+    settings.work.mkdir(parents=True, exist_ok=True)
+    with folder_lock(settings.work):
+        return _Conversion(settings, command, watch, original, tokenizer).run()
+
+
+class _Conversion:
+    def __init__(self, settings: Settings, command: str, watch: Watch, original: Any, tokenizer: Any) -> None:
+        self.settings, self.watch, self.original, self.tokenizer = settings, watch, original, tokenizer
+        documents = [
+            self.encode("".join(piece for document in open_source(spec).documents() for piece in document))
+            for spec in settings.text.split(",")
+        ]
+        self.text = Text.of(documents, settings.windows, settings.eval_length)
+        digest = hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest()[:16]
+        wanted = {"schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest}
+        path = settings.work / _RECORD
+        self.record: dict[str, Any] = store.read_json(path) if path.exists() else wanted
+        different = [name for name in wanted if self.record.get(name) != wanted[name]]
+        if different:
+            raise ArgumentError(
+                f"convert: {settings.work} holds a conversion with other {different[0]}. Use the same settings to go "
+                "on, choose another --out, or delete that folder."
+            )
+        self.record |= {
+            "command": command,
+            "title": settings.model.stem,
+            "layers": self.original.config.get_text_config().num_hidden_layers,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    # --- stages -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        say, settings = self.watch.say, self.settings
+        held_out = self.text.held_out.numel()
+        say(f"{settings.model.name}: {len(self.text.tokens):,} tokens to learn from, {held_out:,} held out.")
+        self._once("surroundings", lambda: surroundings(torch.device("cpu"), torch.get_num_threads()))
+        before = self._once("before", lambda: self.measured(self.original, "the original"))
+        everywhere = converted(self.original, settings.operator)
+        if not self.trained(Transfer(everywhere), self._stage(settings.transfer_steps, settings.transfer_rate)):
+            return False
+        few = self.text.held_out[:_HARM_WINDOWS]
+        found = self._once("harms", lambda: harms(everywhere, few))
+        order = sorted(range(len(found)), key=found.__getitem__)
+        say("Layers from the best to convert to the worst: " + ", ".join(f"{i} ({found[i]:+.4f})" for i in order))
+        if settings.plan:
+            say(f"The plan is in {self._written(settings.work)}. Without --plan, the same command converts.")
+            return True
+        count = len(found) if settings.to == "all" else len(found) // 2
+        chosen = self._once("chosen", lambda: sorted(order[:count]))
+        learned = learned_by(everywhere)
+        model = converted(self.original, settings.operator, {index: learned[index] for index in chosen})
+        self._once("transferred", lambda: self.perplexity(model))
+        if not self.trained(
+            Distillation(model, self.original), self._stage(settings.distil_steps, settings.distil_rate)
+        ):
+            return False
+        model.eval()
+        after = self._once("after", lambda: self.measured(model, "the converted model"))
+        page = self._written(settings.work)
+        with store.staged_folder(settings.out) as folder:
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            for path in (page, page.with_name(_RECORD)):
+                (folder / path.name).write_bytes(path.read_bytes())
+        say(
+            f"Perplexity {before['perplexity']:.2f} before, {after['perplexity']:.2f} after. {settings.out} holds the "
+            f"model and {page.name}. Try: zonal generate --model {settings.out} --prompt '{settings.prompt}'"
+        )
+        return True
+
+    def _stage(self, steps: int, rate: float) -> Stage:
+        seconds = self.settings.seconds
+        return Stage(steps, rate, None if seconds is None else seconds / 2)
+
+    def trained(self, task: Transfer | Distillation, stage: Stage) -> bool:
+        """Train; False if it was stopped."""
+        settings, told = self.settings, []
+        for update in learn(
+            task, stage, self.text, length=settings.length, seed=settings.seed,
+            state=settings.work / f"{task.name}.safetensors", interrupted=self.watch.interrupted,
+        ):  # fmt: skip
+            told.append(update)
+            self.watch.show(update)
+        self.record[task.name] = _thinned(told)
+        self._keep()
+        return not told or told[-1].used >= 1
+
+    # --- measures ---------------------------------------------------------------------------------------------------
+
+    def perplexity(self, model: Any) -> dict[str, Any]:
+        """Perplexity on the held-out windows, whole and by position."""
+        losses = examine.nats(model, self.text.held_out)
+        return {
+            "perplexity": float(losses.mean().exp()),
+            "nats": losses.mean(1).tolist(),
+            "by_position": examine.by_position(losses, _EDGES),
+        }
+
+    def measured(self, model: Any, name: str) -> dict[str, Any]:
+        """All that is measured before and after."""
+        say, settings = self.watch.say, self.settings
+        say(f"Measuring {name}: perplexity, recall, time and bytes.")
+        asked = {
+            probe: examine.recall(model, self.encode, probe, settings.eval_length, settings.questions)
+            for probe in examine.PROBES
+        }
+        found = self.perplexity(model) | {
+            "recall": asked,
+            "decoding": [examine.decoding(model, length) for length in _LENGTHS],
+            "prefill": {"length": _PREFILL, "tokens_per_second": examine.prefill(model, _PREFILL, self._vocabulary())},
+            "sample": self._sample(model),
+        }
+        say(f"Perplexity {found['perplexity']:.2f}; recall " + ", ".join(f"{k} {v:.0%}" for k, v in asked.items()))
+        return found
+
+    def _vocabulary(self) -> int:
+        return self.original.config.get_text_config().vocab_size
+
+    def _sample(self, model: Any) -> str:
+        tokens = torch.tensor([self.encode(self.settings.prompt)])
+        made = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=_SAMPLE, do_sample=False,
+            pad_token_id=self.tokenizer.eos_token_id,
+        )  # fmt: skip
+        return self.tokenizer.decode(made[0], skip_special_tokens=True)
+
+    # --- the record -------------------------------------------------------------------------------------------------
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What the record holds under a name, made the first time."""
+        if name not in self.record:
+            self.record[name] = make()
+            self._keep()
+        return self.record[name]
+
+    def _keep(self) -> None:
+        store.write_json(self.settings.work / _RECORD, self.record)
+
+    def _written(self, folder: Path) -> Path:
+        self._keep()
+        return report.write(folder / "report.html", self.record)
+
+
+def _thinned(told: Sequence[Update]) -> list[dict[str, Any]]:
+    """About ``_TOLD`` of the updates, the last among them."""
+    every = max(1, len(told) // _TOLD)
+    return [dataclasses.asdict(update) for index, update in enumerate(told) if (len(told) - 1 - index) % every == 0]
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+__all__ = ["Settings", "Watch", "run"]

@@ -1,0 +1,142 @@
+"""The page of ``zonal convert``: a model before and after, from conversion.json."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zonal import store
+from zonal.report import formats, page
+from zonal.report.search import Grid
+
+SCHEMA = 1
+
+
+def write(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write the page, whole or not at all."""
+    values = context(record)
+    store.write_bytes(path, page.rendered_html("conversion", values, values.pop("picture")))
+    return path
+
+
+def context(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template needs. Without "after", the page of a plan."""
+    before, after = record["before"], record.get("after")
+    stages = [record[name] for name in ("before", "transferred", "after") if name in record]
+    chosen = record.get("chosen")
+    settings = record["settings"]
+    titles = {"before": "the original", "transferred": "after attention transfer", "after": "converted"}
+    return {
+        "title": f"{record['title']} with a constant memory" if after else f"{record['title']}: layers to convert",
+        "headline": headline(record),
+        "facts": [
+            settings["operator"],
+            f"{settings['length']} tokens a step",
+            f"{len(record.get('transfer', [])) and record['transfer'][-1]['step']} steps of transfer",
+            f"{record['distillation'][-1]['step'] if record.get('distillation') else 0} steps of distillation",
+        ],
+        "chosen": None if chosen is None else ", ".join(map(str, chosen)),
+        "compared": compared(before, after),
+        "positions": Grid(
+            ("Tokens before", *(titles[name] for name in titles if name in record)),
+            tuple(
+                (
+                    f"{row['from']:,}–{row['to']:,}",
+                    *(f"{stage['by_position'][index]['perplexity']:.2f}" for stage in stages),
+                )
+                for index, row in enumerate(before["by_position"])
+            ),
+        ),
+        "layers": layers(record),
+        "samples": [(titles[name], record[name]["sample"]) for name in ("before", "after") if name in record],
+        "settings": Grid(("Setting", "Value"), tuple((name, str(value)) for name, value in settings.items())),
+        "machine": Grid(
+            ("Machine", "Value"), tuple((name, str(value)) for name, value in record["surroundings"].items())
+        ),
+        "made": record["command"],
+        "picture": {
+            "transfer": [[each["step"], each["losses"]["error"]] for each in record.get("transfer", [])],
+            "distillation": [[each["step"], each["losses"]["nats"]] for each in record.get("distillation", [])],
+            "positions": {
+                titles[name]: [[row["from"], row["to"], row["perplexity"]] for row in record[name]["by_position"]]
+                for name in titles
+                if name in record
+            },
+            "harms": record.get("harms", []),
+            "chosen": chosen or [],
+        },
+    }
+
+
+def headline(record: Mapping[str, Any]) -> list[str]:
+    """The result in two sentences."""
+    before, after = record["before"], record.get("after")
+    if after is None:
+        alone = f"{record['layers']} layers, each converted alone after attention transfer."
+        return [f"{alone} Perplexity of the original: {before['perplexity']:.2f}."]
+    change = after["perplexity"] / before["perplexity"] - 1
+    first, last = before["decoding"][-1], after["decoding"][-1]
+    speed = last["tokens_per_second"] / first["tokens_per_second"]
+    return [
+        f"{len(record['chosen'])} of {record['layers']} layers are converted. Perplexity on held-out text is "
+        f"{after['perplexity']:.2f}, {abs(change):.1%} {'higher' if change >= 0 else 'lower'} than the original's "
+        f"{before['perplexity']:.2f}.",
+        f"After {last['length']:,} tokens it decodes at {speed:.1f} times the original's speed "
+        f"with {last['bytes'] / first['bytes']:.0%} of its bytes.",
+    ]
+
+
+def compared(before: Mapping[str, Any], after: Mapping[str, Any] | None) -> Grid:
+    """One row a measure: the original and the converted model."""
+    rows: list[tuple[str, ...]] = [_row("Perplexity", before, after, lambda found: f"{found['perplexity']:.2f}")]
+    rows += [
+        _row(f"Recall: {probe}", before, after, lambda found, probe=probe: f"{found['recall'][probe]:.0%}")
+        for probe in before["recall"]
+    ]
+    for index, each in enumerate(before["decoding"]):
+        length = f"{each['length']:,} tokens"
+        rows += [
+            _row(
+                f"Tokens a second after {length}",
+                before,
+                after,
+                lambda found, i=index: f"{found['decoding'][i]['tokens_per_second']:.1f}",
+            ),
+            _row(
+                f"Memory after {length}",
+                before,
+                after,
+                lambda found, i=index: formats.bytes_(found["decoding"][i]["bytes"]),
+            ),
+        ]
+    rows.append(
+        _row(
+            f"Tokens a second, reading {before['prefill']['length']:,}", before, after,
+            lambda found: f"{found['prefill']['tokens_per_second']:.0f}",
+        )
+    )  # fmt: skip
+    return Grid(("Measure", "Original", *(() if after is None else ("Converted",))), tuple(rows))
+
+
+def _row(name: str, before: Mapping[str, Any], after: Mapping[str, Any] | None, text: Any) -> tuple[str, ...]:
+    return (name, text(before), *(() if after is None else (text(after),)))
+
+
+def layers(record: Mapping[str, Any]) -> Grid:
+    """One row a layer: error of its output after transfer, harm when it alone is converted, whether it was chosen."""
+    errors: Sequence[float] = record["transfer"][-1]["losses"]["layers"] if record.get("transfer") else []
+    chosen = record.get("chosen")
+    return Grid(
+        ("Layer", "Error of its output", "Nats a token, alone", *(() if chosen is None else ("Converted",))),
+        tuple(
+            (
+                str(index),
+                f"{errors[index]:.3f}" if errors else "",
+                f"{harm:+.4f}",
+                *(() if chosen is None else ("yes" if index in chosen else "no",)),
+            )
+            for index, harm in enumerate(record["harms"])
+        ),
+    )
+
+
+__all__ = ["SCHEMA", "compared", "context", "headline", "layers", "write"]
