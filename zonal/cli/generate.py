@@ -124,11 +124,11 @@ def run(options: Generate, command: str) -> int:
             continuing = importlib.import_module("zonal.hf.continuing")
         except ImportError as error:
             raise ArgumentError(f"generate: {options.model} is a model of transformers. {error}") from error
-        words = continuing.continued(
+        continuing.print_continued(
             options.model, device(options.device), options.prompt, options.max_new_tokens, options.temperature,
             options.top_k, options.top_p, options.stop, options.seed,
         )  # fmt: skip
-        return _print(options.prompt, words)
+        return 0
     model, config = load_model(checkpoint_in(options.model))
     model = model.to(device(options.device))
     written = codec(config["identity"]["task"], model.config.vocab_size)
@@ -145,16 +145,9 @@ def run(options: Generate, command: str) -> int:
         stop,
         options.seed,
     )
-    return _print(
-        options.prompt, (written.joint + piece for piece in pieces((int(token) for token in tokens), written.decode))
-    )
-
-
-def _print(prompt: str, words: Iterable[str]) -> int:
-    """Print a prompt and what follows it, as it comes."""
-    sys.stdout.write(prompt)
-    for word in words:
-        sys.stdout.write(word)
+    sys.stdout.write(options.prompt)
+    for piece in pieces((int(token) for token in tokens), written.decode):
+        sys.stdout.write(written.joint + piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     return 0

@@ -1,17 +1,16 @@
 """Continues a prompt with a model of transformers, word by word."""
 
-import threading
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import torch
-from transformers import TextIteratorStreamer
+from transformers import TextStreamer
 
 from zonal.errors import ArgumentError
 from zonal.hf.pretrained import opened
 
 
-def continued(
+def print_continued(
     folder: Path,
     device: torch.device,
     prompt: str,
@@ -21,8 +20,8 @@ def continued(
     top_p: float | None,
     stop: str | None,
     seed: int | None,
-) -> Iterator[str]:
-    """The text that follows a prompt, as it comes; converted models keep the cache of their conversion.
+) -> None:
+    """Print a prompt and the text that follows it, as it comes. Converted models keep the cache of their conversion.
 
     temperature: 0 = always the most likely token. seed: None = another text each time.
 
@@ -33,30 +32,20 @@ def continued(
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].shape[1]:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
-    if not count:
-        return
     if seed is not None:
         torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            model.generate(
-                **tokens, max_new_tokens=count, streamer=streamer, stop_strings=stop, tokenizer=tokenizer,
-                pad_token_id=tokenizer.eos_token_id, **(drawn if temperature else {"do_sample": False}),
-            )  # fmt: skip
-        except BaseException as error:
-            failed.append(error)
-            streamer.end()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield from streamer
-    thread.join()
-    if failed:
-        raise failed[0]
+    sys.stdout.write(prompt)
+    if count:
+        model.generate(
+            **tokens,
+            max_new_tokens=count,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            stop_strings=stop,
+            tokenizer=tokenizer,
+            pad_token_id=tokenizer.eos_token_id,
+            **(drawn if temperature else {"do_sample": False}),
+        )
 
 
-__all__ = ["continued"]
+__all__ = ["print_continued"]

@@ -105,7 +105,7 @@ def recall(model: Any, encode: Encode, probe: str, length: int, questions: int, 
     for _ in range(questions):
         asked = PROBES[probe](length, generator, lambda text: len(encode(text)))
         text, answer = encode(asked.text), encode(asked.answer)
-        logits = model(torch.tensor([text + answer]), use_cache=False).logits[0, len(text) - 1 : -1]
+        logits = model(torch.tensor([text + answer], dtype=torch.int64), use_cache=False).logits[0, len(text) - 1 : -1]
         right += logits.argmax(-1).tolist() == answer
     return right / questions
 
@@ -122,7 +122,7 @@ def decoding(model: Any, length: int, tokens: int = 16) -> dict[str, float]:
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def drawn() -> Tensor:
-        return torch.randn(1, heads, length, dim, generator=generator)
+        return torch.randn(1, heads, length, dim, generator=generator, dtype=torch.float32)
 
     cache: Any
     if config._attn_implementation == NAME:
@@ -137,7 +137,7 @@ def decoding(model: Any, length: int, tokens: int = 16) -> dict[str, float]:
         for layer in range(config.num_hidden_layers):
             cache.update(drawn(), drawn(), layer)
         size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    token = torch.tensor([[1]])
+    token = torch.tensor([[1]], dtype=torch.int64)
     model(token, past_key_values=cache)  # plans, compiled kernels
     start = time.perf_counter()
     for _ in range(tokens):

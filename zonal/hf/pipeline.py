@@ -199,7 +199,7 @@ class _Conversion:
         return self.original.config.get_text_config().vocab_size
 
     def _sample(self, model: Any) -> str:
-        tokens = torch.tensor([self.encode(self.settings.prompt)])
+        tokens = torch.tensor([self.encode(self.settings.prompt)], dtype=torch.int64)
         made = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=_SAMPLE, do_sample=False,
             pad_token_id=self.tokenizer.eos_token_id,
