@@ -164,7 +164,7 @@ def doubled(operator: Operator, tensors: list[Tensor]) -> Tensor:
     call = prepare(operator, *tensors, causal=True)
     seen, heads = call.visibility, tensors[0].shape[1]
     rho = call.bound.anchor.ridge(call.bound.anchor_params, heads)  # type: ignore[attr-defined]
-    inputs = RidgeInputs(*tensors, torch.ones(heads), rho, None, None, None, None, None, seen.lo, seen.hi)
+    inputs = RidgeInputs(*tensors, torch.ones(heads), rho, lo=seen.lo, hi=seen.hi)
     return ridge(inputs, RidgeSpec((0,) * heads))[1]
 
 
@@ -483,7 +483,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- torch's machinery -----------------------------------------------------------------------------------------------
 
 
-def arguments(learned: bool = True, memory: bool = True, power: int = 1) -> tuple:
+def arguments(learned: bool = True, memory: bool = True, power: int = 1, fading: bool = False) -> tuple:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (x.detach().requires_grad_(learned) for x in sample(23))
     seen = prepare(m.ska(), q, k, v, causal=True).visibility
@@ -496,7 +496,11 @@ def arguments(learned: bool = True, memory: bool = True, power: int = 1) -> tupl
         torch.full((2,), 0.7, dtype=torch.float64, requires_grad=learned),
         torch.full((2,), 0.3, dtype=torch.float64, requires_grad=learned),
     )
-    inputs = RidgeInputs(q, k, v, scale, rho, *parts, mask, seen.lo, seen.hi)
+    inputs = RidgeInputs(q, k, v, scale, rho, *parts, key_mask=mask, lo=seen.lo, hi=seen.hi)
+    if fading:
+        level = torch.rand(2, 2, 4, generator=generator, dtype=torch.float64).requires_grad_(learned)
+        decay = (-0.1 * mask[:, None] * torch.rand(2, 2, 23, dtype=torch.float64)).requires_grad_(learned)
+        inputs = inputs._replace(level=level if memory else None, log_decay=decay, passed=torch.tensor([5, 3]))
     return *inputs, encode(RidgeSpec((power, power // 2), 1.0))
 
 
@@ -504,6 +508,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(ridge.operator, arguments())
     torch.library.opcheck(ridge.operator, arguments(learned=False))
     torch.library.opcheck(ridge.operator, arguments(memory=False, power=0))
+    torch.library.opcheck(ridge.operator, arguments(fading=True))
+    torch.library.opcheck(ridge.operator, arguments(fading=True, memory=False, learned=False))
 
 
 def test_second_derivatives_are_refused() -> None:

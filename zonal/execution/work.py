@@ -380,7 +380,10 @@ def _lifting(s: Shape, vectors: float) -> float:
 
 
 def compiled_ridge(s: Shape) -> Work:
-    """Read-outs by a compiled kernel: sums and inverses at the start of each block of 16 keys, one factor a block."""
+    """Read-outs by a compiled kernel: sums and inverses at the start of each block of 16 keys, one factor a block.
+
+    Where the past fades each key adds two rows to the matrix that is inverted.
+    """
     rank, width, kv, shifts = _rank(s), s.value_dim, s.batch * s.kv_heads, s.tags.shifts
     block, remake = 16, 1024
     rows = s.groups * min(s.queries, s.keys)
@@ -388,11 +391,12 @@ def compiled_ridge(s: Shape) -> Work:
     gap, times = (s.keys - min(s.queries, s.keys), 1.0) if s.chunk is None else (s.chunk, s.keys / s.chunk)
     summed = gap * times if gap >= 8 * block else 0.0
     factored = s.keys - summed
-    half = min(block, factored) / 2
+    half, added = min(block, factored) / 2, 1 + s.tags.decays
     inverses = (times if summed else 0.0) + factored / remake + (s.past > 0)
-    solve = rank * rank + 2 * half * rank
+    solve = rank * rank + 2 * added * half * rank
     taken = s.keys * (rank * rank / 2 + rank * width + (shifts > 0) * rank * rank)
-    states = taken + factored * (1.5 * rank * rank + half * (2 * rank + half)) + 2 * inverses * rank**3
+    factors = (1 + added / 2) * rank * rank + added * added * half * (2 * rank + half)
+    states = taken + factored * factors + 2 * inverses * rank**3
     read = (2 * shifts + 1) * solve
     done = states + rows * (read + rank * width + half * (rank + width))
     if s.gradients:

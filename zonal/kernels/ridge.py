@@ -1,6 +1,8 @@
 """The kernels for ridge and Koopman read-outs, C++ (ridge.cpp) and Triton: linear in the tokens.
 
-y_t = C_t P_t (M_t P_t)^powers_h scale_h q_t over the keys that each query sees, P = (G + ridge I)^-1.
+y_t = C_t P_t (M_t P_t)^powers_h scale_h q_t over the keys that each query sees, P = (G + ridge I)^-1. In C++ the past
+may fade, as ``memory.GramStatistics`` says: G, M, C and the ridge are multiplied by a rate per token, and each token
+gives back in one direction what the ridge has lost in all.
 """
 
 import functools
@@ -21,12 +23,15 @@ FAMILY = Family("ridge", FORMULAS["identity"], trial=lambda *_: _trial())
 DOUBLE = 1
 """The outcome of a document that ran in float64, because float32 would have lost three digits."""
 _INDEFINITE = 2
-_MEMORY = {"gram": "B Hkv D D", "cross": "B Hkv P D", "shift": "B Hkv D D", "last": "B Hkv D"}
+_MEMORY = {
+    "gram": "B Hkv D D", "cross": "B Hkv P D", "shift": "B Hkv D D", "last": "B Hkv D", "level": "B Hkv D",
+}  # fmt: skip
 _SHAPES = {
     "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H", "ridge": "Hkv", "powers": "H",
     "index": "places S", "lo": "places T", "hi": "places T", "edges": "edges", "y": "B H T P", "dy": "B H T P",
     "outcome": "B Hkv segments", "dq": "B H T D", "dk": "B Hkv S D", "dv": "B Hkv S P",
-    "dscale": "B Hkv segments groups", "dridge": "B Hkv segments", **_MEMORY,
+    "dscale": "B Hkv segments groups", "dridge": "B Hkv segments", "decay": "B Hkv S", "ddecay": "B Hkv S",
+    "passed": "B", **_MEMORY,
     **{f"d{name}": shape for name, shape in _MEMORY.items()},
 }  # fmt: skip
 _RIDGE = abi.Struct("ridge.hpp", "Ridge", _SHAPES)
@@ -34,19 +39,21 @@ _RIDGE = abi.Struct("ridge.hpp", "Ridge", _SHAPES)
 
 class Before(NamedTuple):
     """A memory before the first key, in float64: gram (B, Hkv, r, r), cross (B, Hkv, P, r); for powers above 0 also
-    shift (B, Hkv, r, r) and last (B, Hkv, r)."""
+    shift (B, Hkv, r, r) and last (B, Hkv, r); level (B, Hkv, r), what is left of the ridge where the past fades."""
 
     gram: Tensor | None = None
     cross: Tensor | None = None
     shift: Tensor | None = None
     last: Tensor | None = None
+    level: Tensor | None = None
 
 
 class RidgeInputs(NamedTuple):
     """q (B, H, T, r), k (B, Hkv, S, r), v (B, Hkv, S, P), scale (H,), and rho (Hkv,), the ridge.
 
-    gram to last: ``Before``. key_mask, lo, hi, segment_start: as in ``SumsInputs``. edges: borders of packed documents,
-    (documents + 1,), None without packing.
+    gram to level: ``Before``. log_decay (B or 1, Hkv, S) <= 0, 0 on padding, None where nothing fades; passed (B,): the
+    keys in the memory, for calls that fade. key_mask, lo, hi, segment_start: as in ``SumsInputs``. edges: borders of
+    packed documents, (documents + 1,), None without packing.
     """
 
     q: Tensor
@@ -58,6 +65,9 @@ class RidgeInputs(NamedTuple):
     cross: Tensor | None = None
     shift: Tensor | None = None
     last: Tensor | None = None
+    level: Tensor | None = None
+    log_decay: Tensor | None = None
+    passed: Tensor | None = None
     key_mask: Tensor | None = None
     lo: Tensor | None = None
     hi: Tensor | None = None
@@ -67,7 +77,7 @@ class RidgeInputs(NamedTuple):
     @property
     def before(self) -> Before:
         """The memory before the first key."""
-        return Before(self.gram, self.cross, self.shift, self.last)
+        return Before(self.gram, self.cross, self.shift, self.last, self.level)
 
     @property
     def documents(self) -> int:
@@ -97,6 +107,9 @@ def _arguments(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Arguments:
     for name in ("q", "k", "v", "scale", *_MEMORY):
         call.point(name, getattr(inputs, name))
     call.point("ridge", inputs.rho)
+    call.point("passed", inputs.passed)
+    if inputs.log_decay is not None:
+        call.point("decay", inputs.log_decay.expand(batch, -1, -1))
     call.point("powers", _powers(spec.powers))
     for name in ("index", "lo", "hi", "edges"):
         call.point(name, getattr(seen, name))
@@ -107,7 +120,7 @@ def _run(call: Arguments, function: object) -> None:
     if call.run(function) == _INDEFINITE:
         raise NonFiniteError(
             "attention: kernel + ridge is not positive definite in float64 (or not finite). "
-            "Look for keys that are not finite, or raise the ridge."
+            "Look for keys that are not finite, raise the ridge, or let the past decay more slowly."
         )
 
 
@@ -143,7 +156,7 @@ def _trial() -> Results:
 def backward(
     grads: Gradients, inputs: RidgeInputs, results: Results, spec: RidgeSpec, asked: frozenset[str]
 ) -> Gradients:
-    """Gradients of q, k, v, float32, of scale and rho, and of the memory where asked for, float64."""
+    """Gradients of q, k, v, float32, of scale and rho, and of the memory and log_decay where asked for, float64."""
     (dy,), (_, doubled) = grads, results
     call = _arguments(inputs, _places_of(inputs), spec)
     call.point("outcome", torch.where(doubled, DOUBLE, 0))
@@ -157,8 +170,11 @@ def backward(
         None if x is None or not started else call.new(f"d{name}", zero=True)
         for name, x in zip(Before._fields, inputs.before, strict=True)
     ]
+    rates = call.new("ddecay", zero=True) if "log_decay" in asked else None
     _run(call, FAMILY.load().zonal_ridge_backward)
-    return *tokens, dscale.sum((0, 2)).flatten(), drho.sum((0, 2)), *memory
+    if rates is not None and inputs.log_decay is not None:
+        rates = rates.sum_to_size(inputs.log_decay.shape)
+    return *tokens, dscale.sum((0, 2)).flatten(), drho.sum((0, 2)), *memory, rates
 
 
 def _shapes(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
@@ -172,7 +188,7 @@ ridge = Op(
     RidgeInputs,
     RidgeSpec,
     results=2,
-    learned=("q", "k", "v", "scale", "rho", *Before._fields),
+    learned=("q", "k", "v", "scale", "rho", *Before._fields, "log_decay"),
     cpu=Body(forward, backward),
     cuda=on_cuda("ridge_forward", "ridge_backward"),
     shapes=_shapes,

@@ -16,7 +16,7 @@ from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
-from zonal.memory import Memory, RidgeStatistics, Tokens
+from zonal.memory import FadingStatistics, Memory, RidgeStatistics
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
@@ -37,12 +37,10 @@ def other_ridge(call: Call) -> Reason:
 def _unfit(call: Call, remembers: bool) -> Reason:
     if other_ridge(call):
         return other_ridge(call)
-    if call.log_decay is not None:
-        return "a past that fades is not in it"
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if not call.bias.empty:
-        return "log priors (decay, key biases) are not in it"
+        return "key biases are not in it"
     if remembers and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
     return tile.empty_rows(call) or tile.transformed()
@@ -50,6 +48,8 @@ def _unfit(call: Call, remembers: bool) -> Reason:
 
 def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
+    if call.log_decay is not None:
+        return "on CUDA a past that fades is not in it"
     wide = width_of(call.bound, call.head_dim), call.shape[5]
     if max(wide) > RIDGE_LARGEST:
         return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
@@ -57,7 +57,9 @@ def cuda_refusal(call: Call) -> Reason:
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
-def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
+def chunked(
+    call: Call, memory: RidgeStatistics | FadingStatistics | None, *, return_memory: bool
+) -> tuple[Tensor, Memory | None]:
     """y (B, H, T, P) for a call that is not refused, and if asked the memory that follows ``memory``.
 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On
@@ -75,15 +77,17 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
         q, k = white.whitened(q), white.whitened(k)
     scale, rho, spec = _numbers(call, anchor, clipped)
     earlier = memory if memory is not None and memory.count else None
-    before = Before() if earlier is None else Before(*earlier.whitened(call.bound))
-    given = RidgeInputs(q, k, v, scale, rho, *before)
+    before, passed = Before(), None
+    if earlier is not None:
+        before, passed = Before(*earlier.whitened(call.bound), earlier.level), earlier.real
+    given = RidgeInputs(q, k, v, scale, rho, *before, call.log_decay, passed)
     if plain(*given) and not recorded(given):
         y, _ = read(given, places_of(seen, k.shape[2]), spec)
     else:
         start, edges = (seen.segment_start, seen.edges) if seen.packed else (None, None)
         seen_by = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": edges}
         y, _ = ridge(given._replace(**seen_by), spec)
-    after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
+    after = None if memory is None or not return_memory else memory.extended(call.new_tokens)
     return y.to(call.dtype), after
 
 
@@ -127,10 +131,10 @@ def runner(call: Call) -> Runner | None:
     if clipped is None or call.raw is None:
         return None
     scale, rho, spec = _numbers(call, anchor, clipped)
-    seen = places_of(call.visibility, call.raw.k.shape[2])
+    seen, decay = places_of(call.visibility, call.raw.k.shape[2]), call.log_decay
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        inputs = RidgeInputs(q, multiplied(k, clipped), v, scale, rho)
+        inputs = RidgeInputs(q, multiplied(k, clipped), v, scale, rho, log_decay=decay)
         return None if switched_off() else read(inputs, seen, spec)[0]
 
     return run

@@ -14,6 +14,7 @@ constexpr int BLOCK = ZONAL_BLOCK;      // keys of a block, and rows taken throu
 constexpr int64_t FAR = 8 * BLOCK;      // so many keys without a query between them are summed up, and P is made from the sum
 constexpr int64_t REMAKE = 1024;        // tokens after which P is made again from G
 constexpr double LOST = 1e-3;           // eps |G + rho I| |P| from which on float32 is not enough
+constexpr double GROWTH[] = {0.5, 8};   // log of the largest weight of a key, in float32 and in float64: see Task::block
 enum Outcome { GOOD = 0, DOUBLE = 1, INDEFINITE = 2 };
 
 }  // namespace
@@ -24,13 +25,15 @@ extern "C" {
 // (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1): borders of segments
 // among the queries; what one sees starts afresh in the next. gram, cross, shift, last: the memory before the first key, float64
 // (B, Hkv, …), or null; only with one segment, whose places start at 0. A task is one segment of a key head.
+// decay (B, Hkv, S): the log rate of each key, or null where nothing fades; level (B, Hkv, D), of the memory, and passed (B), its keys.
 struct Ridge {
   const float *q, *k, *v, *scale;  // scale (H) of the queries
   const double* ridge;             // (Hkv)
   const int64_t* powers;           // (H), none above power
   const int32_t *index, *lo, *hi, *edges;
-  const double *gram, *cross, *shift, *last;
-  Strides qs, ks, vs, dys;
+  const double *gram, *cross, *shift, *last, *level, *decay;
+  const int64_t* passed;
+  Strides qs, ks, vs, dys, decays;
   int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;  // power: the largest of all heads
   double limit;  // longer keys are shortened to it; 0: none
   float* y;      // (B, H, T, P)
@@ -38,7 +41,8 @@ struct Ridge {
   const float* dy;
   float *dq, *dk, *dv;  // contiguous
   double *dscale, *dridge;  // (tasks, H / Hkv), (tasks)
-  double *dgram, *dcross, *dshift, *dlast;  // as the memory, or null
+  double *dgram, *dcross, *dshift, *dlast, *dlevel;  // as the memory, or null
+  double* ddecay;                                    // as decay, or null
 };
 }
 
@@ -183,11 +187,11 @@ void whole(int64_t rows, int64_t inner, int64_t columns, const F* a, int64_t a_s
   multiply<INTO, ACROSS>(rows, a, a_step, b, b_step, out, out_step, [=](int64_t, int64_t) { return Range{0, inner, 0, columns}; });
 }
 
-// the upper part of a symmetric product of the rows of a (inner, n): out = or += or -= a^T a
+// the upper part of a symmetric product of the rows of a and b (inner, n): out = or += or -= a^T b
 template <Into INTO, typename F>
-void square(int64_t n, int64_t inner, const F* a, int64_t step, F* out, int64_t out_step) {
+void product_above(int64_t n, int64_t inner, const F* a, const F* b, int64_t step, F* out, int64_t out_step) {
   const int64_t columns = wide<F>(n);
-  multiply<INTO, true>(n, a, step, a, step, out, out_step, [=](int64_t i, int64_t) { return Range{0, inner, i / Lane<F>::count * Lane<F>::count, columns}; });
+  multiply<INTO, true>(n, a, step, b, step, out, out_step, [=](int64_t i, int64_t) { return Range{0, inner, i / Lane<F>::count * Lane<F>::count, columns}; });
 }
 
 INLINE void turn_eight(const float* from, int64_t from_step, float* to, int64_t to_step) {
@@ -267,10 +271,13 @@ bool eliminate(F* w, int64_t step, int64_t rows, int64_t columns) {
 
 // ---- a task ------------------------------------------------------------------------------------------------------------------------------
 
-struct Span {  // keys [from, to) and the queries [t0, t1) that see all before them and some of them; far: they are only summed up
+// Keys [from, to) and the queries [t0, t1) that see all before them and some of them. far: they are only summed up, and after the last
+// such keys P is made. keep: what the sums are multiplied by before them.
+struct Span {
   int64_t t0, t1;
   int32_t from, to;
-  bool far;
+  bool far, last;
+  double keep = 1;
 };
 
 struct Task {
@@ -279,8 +286,10 @@ struct Task {
   const int32_t *index, *hi;
   int32_t start = 0, counted = 0;  // counted: no inverse is made from the sum of keys past this one
   std::vector<Span> spans;
+  std::vector<double> weights, lost;  // of each key where the past fades: its weight, and what it takes of the past, 1 - rate
+  double most_growth, grown = 0;      // log of the largest weight that may be, and of the last one
 
-  Task(const Ridge& call, int64_t i) : c(call), number(i) {
+  Task(const Ridge& call, int64_t i, double growth) : c(call), number(i), most_growth(growth) {
     const int64_t segment = i % c.segments;
     kv = i / c.segments % c.Hkv;
     b = i / c.segments / c.Hkv;
@@ -301,14 +310,15 @@ struct Task {
       const int32_t next = std::max(hi[t], from);
       // at the very start P is at its largest, and steps from there lose most digits
       if (next - from >= FAR || (from == start && next - from > 1)) {
-        spans.push_back({t, t, from, next, true});
-        from = counted = next;
+        for (; from < next; from = spans.back().to) spans.push_back(block(t, from, next, true));
+        spans.back().last = true;
+        counted = next;
         since = 0;
       }
-      const int32_t to = std::min<int32_t>(from + BLOCK, limit);
-      int64_t t1 = t;
+      spans.push_back(block(t, from, limit, false));
+      const int32_t to = spans.back().to;
+      int64_t& t1 = spans.back().t1;
       while (t1 < end && (to == limit || hi[t1] < to)) ++t1;
-      spans.push_back({t, t1, from, to, false});
       since += to - from;
       if (since >= REMAKE && t1 < end) {
         counted = to;
@@ -318,6 +328,35 @@ struct Task {
       t = t1;
     }
   }
+
+  // The next block of keys. A read-out does not change when all sums are multiplied by one number, so that instead of the past fading,
+  // later keys weigh more. Where the weights of a block would grow past the limit, all sums are scaled before it so that its first key
+  // weighs 1; where they would do so within it, it is shorter.
+  Span block(int64_t t, int32_t from, int32_t limit, bool far) {
+    Span span{t, t, from, std::min<int32_t>(from + BLOCK, limit), far, false};
+    if (c.decay == nullptr || from == span.to) return span;
+    const double* decay = c.decay + b * c.decays.batch + kv * c.decays.head;
+    double whole = 0;
+    for (int32_t s = from; s < span.to; ++s) whole -= decay[index[s]];
+    if (from == start || grown + whole > most_growth) {
+      span.keep = std::exp(decay[index[from]] - grown);
+      grown = decay[index[from]];
+    }
+    for (int32_t s = from; s < span.to; ++s) {
+      const double next = grown - decay[index[s]];
+      if (s > from && next > most_growth) {
+        span.to = s;
+        break;
+      }
+      grown = next;
+      weights.push_back(std::exp(grown));
+      lost.push_back(-std::expm1(decay[index[s]]));
+    }
+    return span;
+  }
+
+  // of a key where the past fades: the direction in which it gives back what the ridge has lost
+  int64_t direction(int32_t s) const { return ((c.passed == nullptr ? 0 : c.passed[b]) + s - start) % c.D; }
 
   int64_t head(int64_t g) const { return kv * groups + g; }
   int64_t power(int64_t g) const { return c.powers[head(g)]; }

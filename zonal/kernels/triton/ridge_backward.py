@@ -263,7 +263,7 @@ def backward_in(
     dq = us[0, ..., :dim]
     dscale = (dq * q.to(dq.dtype)).sum(-1).double().sum((0, 2))
     dk = shortened(dz[..., :dim], k, spec.limit)
-    return dq * scale.to(dq.dtype)[:, None, None], dk, dv, dscale, drho, *memory
+    return dq * scale.to(dq.dtype)[:, None, None], dk, dv, dscale, drho, *memory, None
 
 
 def row_solves(
