@@ -52,7 +52,8 @@ def test_the_table_says_all() -> None:
 
 
 def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
-    leaves = [data.q, data.k, data.v, *operator.parameters(), *([] if data.key_bias is None else [data.key_bias])]
+    leaves = [data.q, data.k, data.v, *operator.parameters()]
+    leaves += [x for x in (data.key_bias, data.log_decay) if x is not None]
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
     found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
@@ -300,7 +301,9 @@ def arguments(learned: bool = True) -> tuple:
     mask = torch.ones(2, 23, dtype=torch.bool)
     mask[0, :3] = False
     scale = torch.full((4,), 0.7, requires_grad=learned)
-    return q, k, v, scale, coefficients, mask, None, encode(spec)
+    row = torch.linspace(0, -1, 23, dtype=torch.float64).expand(1, 4, 23).contiguous().requires_grad_(learned)
+    col = torch.linspace(0, 1, 23, dtype=torch.float64).expand(2, 4, 23).contiguous().requires_grad_(learned)
+    return q, k, v, scale, coefficients, mask, None, row, col, torch.full((4,), 0.1), encode(spec)
 
 
 def test_opcheck() -> None:
@@ -331,7 +334,34 @@ def test_checkpointing_autocast_and_inference_mode() -> None:
         assert torch.equal(block(*tensors), plain[0])
 
 
-@pytest.mark.parametrize("spec", ["sko(degrees=(2.,3.))", "softmax", "yat"])
+@pytest.mark.parametrize("link_name", ["softmax", "yat"])
+@pytest.mark.parametrize("hidden", ["some", "all"])
+def test_infinite_biases_hide_keys(link_name: str, hidden: str) -> None:
+    """As padding would; where every key is hidden the row is zero, and so are its gradients."""
+    operator, (q, k, v) = KINDS[link_name]().float(), sample(70)  # type: ignore[operator]
+    bias, there = torch.zeros(2, 4, 70), torch.ones(2, 70, dtype=torch.bool)
+    there[1, 0 if hidden == "all" else 1 :: 3] = False
+    if hidden == "all":
+        there[1, :20] = False
+    bias.masked_fill_(~there[:, None], float("-inf"))
+    found = []
+    for given in ({"key_bias": bias}, {"key_padding_mask": there}):
+        y = zonal.attention(q, k, v, operator, causal=True, path="tiled", **given)
+        found.append([y, *torch.autograd.grad(y.square().sum(), (q, k, v))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * (1 + b.abs().max())
+
+
+def test_decay_of_a_long_sequence_keeps_its_digits() -> None:
+    """Running sums of ten thousand steps are taken off from each other in float64."""
+    operator = m.softmax(prior=prior.Decay(rates=(0.5, 0.9), learn=False)).replace(anchor=anchor.Raw()).float()
+    q, k, v = (torch.randn(1, 2, 4000, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    got = zonal.attention(q, k, v, operator, causal=True, path="tiled")
+    last = zonal.attention(*(x[:, :, -300:].double() for x in (q, k, v)), operator.double(), causal=True, path="dense")
+    assert (got[:, :, -50:] - last[:, :, -50:]).abs().max() <= 1e-5 * last.abs().max()
+
+
+@pytest.mark.parametrize("spec", ["sko(degrees=(2.,3.))", "softmax", "yat", "regime(prior=('alibi', 'decay'))"])
 def test_a_training_step_compiles_without_a_break(spec: str) -> None:
     torch.manual_seed(0)
     model = CausalLM(ModelConfig(50, 32, (spec, spec), 2, conv=4, rotary=True))
@@ -474,12 +504,6 @@ class Angle(metric.Metric):
     ("call", "reason"),
     [
         (lambda: prepare(m.sko(degrees=(16.0,), manifold_dim=1), *sample(9), causal=True), "no formula"),
-        (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
-        (
-            lambda: prepare(m.softmax(), *sample(9), causal=True, key_bias=torch.full((2, 4, 9), float("-inf"))),
-            "log priors",
-        ),
-        (lambda: prepare(m.yat(), *sample(9), causal=True, key_bias=torch.zeros(2, 4, 9)), "log priors"),
         (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
         (
             lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True),

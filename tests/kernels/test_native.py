@@ -55,11 +55,12 @@ def test_the_order_of_refusals(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_structs_are_as_a_compiler_lays_them_out() -> None:
     call = abi.Struct("common.hpp", "Call")
-    assert list(call.members)[:8] == ["q", "k", "v", "scale", "coefficients", "key_mask", "edges", "qs.batch"]
+    assert list(call.members)[:7] == ["q", "k", "v", "scale", "coefficients", "slope", "row"]
+    assert list(call.members)[8:14] == ["rows.batch", "rows.head", "cols.batch", "cols.head", "key_mask", "edges"]
     assert call.members["edges"].dtypes == (torch.int64,)
     assert call.members["q"].dtypes == ()  # void
-    # 7 pointers, 4 strides of 3, 17 numbers, 10 pointers, 2 numbers
-    assert call.size == 8 * (7 + 4 * 3 + 17 + 10 + 2)
+    # 10 pointers, 2 strides of 2 and 4 of 3, 17 numbers, 12 pointers, 2 numbers
+    assert call.size == 8 * (10 + 2 * 2 + 4 * 3 + 17 + 12 + 2)
     convolution = abi.Struct("mixer.cpp", "Convolution")
     assert [name for name in convolution.members if name.startswith("y.1")] == [
         "y.1.data",

@@ -173,6 +173,7 @@ def compiled_tiles(s: Shape) -> Work:
     pairs = heads * (s.pairs * columns + _COLUMN / 2 * s.tied * s.queries)
     link = s.bound.link
     each = _EXPONENTIAL if s.tags.log_space else link.operations / 2 + 1
+    each += s.biased * (3.0 if s.tags.log_space else 3.0 + _EXPONENTIAL)
     multiply_adds = pairs * (s.dim + s.value_dim + each)
     if s.gradients:
         multiply_adds += pairs * (3 * s.dim + 2 * s.value_dim + 2 * each + s.learned)
@@ -181,6 +182,7 @@ def compiled_tiles(s: Shape) -> Work:
     peak = heads * s.queries * (s.value_dim + 1.0)
     if s.gradients:
         peak += heads * s.queries * s.dim + s.batch * s.kv_heads * keys * (s.dim + s.value_dim)
+        peak += 2.0 * s.biased * heads * (s.queries + keys)
     tasks = heads * -(-s.queries // _COLUMN)
     taken, copied, joins = _joined(s)
     moved = s.itemsize * (_PACKED * moved * s.back + copied)

@@ -31,7 +31,7 @@ from zonal.kernels.build import BuildError, InstructionSet
 VARIABLE = "ZONAL_KERNELS"
 LARGEST = 256
 """The largest key and value dimensions of the kernels that hold whole rows in registers."""
-_VERSION = 6
+_VERSION = 7
 Reason = str | None
 
 

@@ -1,9 +1,10 @@
 """The tile kernels, C++ (tile.cpp) and Triton: operators whose weights are a function of a dot product.
 
-One kernel serves every operator with weights K_ts = l(S_ts) times a factor per row, S_ts = scale_h f(q_t) . f(k_s),
-with f the identity or x / |x|:
+One kernel serves every operator with weights K_ts = l(S_ts) B_ts times a factor per row,
+S_ts = scale_h f(q_t) . f(k_s), with f the identity or x / |x|:
 
-    y_t = factor_t sum_s l(S_ts) v_s,   factor_t = 1 / sum_s l(S_ts) (row), 1 / visible keys (count), 1 (raw).
+    y_t = factor_t sum_s K_ts v_s,   factor_t = 1 / sum_s K_ts (row), 1 / visible keys (count), 1 (raw),
+    log B_ts = row_t + col_s - slope_h |position_t - s|.
 """
 
 import ctypes
@@ -22,9 +23,10 @@ from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 FAMILY = Family("tile", trial=lambda code, dtype: _trial(code, dtype))
 SHAPES = {
     "q": "B H T D", "k": "B Hkv S D", "v": "B Hkv S P", "scale": "H", "coefficients": "H numbers", "key_mask": "B S",
-    "edges": "edges", "y": "B H T P", "rest": "B H T P", "factor": "B H T", "dy": "B H T P", "dq": "B H T D",
-    "dk": "B Hkv S D", "dv": "B Hkv S P", "sums": "places S columns", "dscale": "split B H",
-    "dcoefficients": "split B H learned",
+    "edges": "edges", "row": "B H T", "col": "B H S", "slope": "H", "y": "B H T P", "rest": "B H T P",
+    "factor": "B H T", "dy": "B H T P", "dq": "B H T D", "dk": "B Hkv S D", "dv": "B Hkv S P",
+    "sums": "places S columns", "dscale": "split B H", "dcoefficients": "split B H learned", "drow": "B H T",
+    "dcol": "split B H S",
 }  # fmt: skip
 CALL = abi.Struct("common.hpp", "Call", SHAPES)
 
@@ -55,7 +57,8 @@ class TileSpec:
 class TileInputs(NamedTuple):
     """q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P); scale (H,), coefficients (H, n); key_mask: bool (B, S).
 
-    cu_seqlens: borders of packed documents, int64.
+    cu_seqlens: borders of packed documents, int64. row (B or 1, H, T), col (B or 1, H, S), slope (H,): the log prior,
+    each None where it is absent. The Triton kernel has none.
     """
 
     q: Tensor
@@ -65,6 +68,9 @@ class TileInputs(NamedTuple):
     coefficients: Tensor
     key_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    row: Tensor | None = None
+    col: Tensor | None = None
+    slope: Tensor | None = None
 
     @property
     def documents(self) -> int:
@@ -93,6 +99,9 @@ def point_at(call: Arguments, inputs: TileInputs, dtype: torch.dtype = torch.flo
     call.point(f"{prefix}coefficients", inputs.coefficients)
     call.point(f"{prefix}key_mask", inputs.key_mask)
     call.point(f"{prefix}edges", None if edges is None else edges.to("cpu"))
+    call.point(f"{prefix}slope", inputs.slope)
+    for name, x in (("row", inputs.row), ("col", inputs.col)):
+        call.point(f"{prefix}{name}", None if x is None else x.expand(inputs.q.shape[0], -1, -1))
 
 
 def parts_of(inputs: TileInputs) -> tuple[int, int]:
@@ -146,7 +155,9 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
 def backward(
     grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
 ) -> Gradients:
-    """Gradients of q, k, v in their types, of scale (H,), and of coefficients (H, n) in float64, 0 if not learned."""
+    """Gradients of q, k, v in their types, of scale (H,), of coefficients (H, n) in float64, 0 if not learned, and of
+    row and col.
+    """
     (dy,), (q, k, v, _, coefficients, *_), (y, factor, rest) = grads, inputs, results
     assert dy is not None
     scaled, learned = "scale" in asked, spec.learned if "coefficients" in asked else 0
@@ -166,9 +177,22 @@ def backward(
     found = tuple(call.new(name, dtype=dtype) for name in ("dq", "dk", "dv"))
     dscale = call.new("dscale", zero=True) if scaled else None
     dcoefficients = call.new("dcoefficients", zero=True) if learned else None
+    drow = call.new("drow", zero=True) if "row" in asked else None
+    dcol = call.new("dcol", zero=True) if "col" in asked else None
     call.run(library.zonal_backward)
     dc = None if dcoefficients is None else padded(dcoefficients.sum((0, 1)), coefficients)
-    return *found, None if dscale is None else dscale.sum((0, 1)), dc
+    return (
+        *found,
+        None if dscale is None else dscale.sum((0, 1)),
+        dc,
+        _of(inputs.row, drow),
+        _of(inputs.col, None if dcol is None else dcol.sum(0)),
+    )
+
+
+def _of(x: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of a part of the prior that all sequences may share."""
+    return None if x is None or gradient is None else gradient.sum_to_size(x.shape)
 
 
 def padded(gradient: Tensor, coefficients: Tensor) -> Tensor:
@@ -182,20 +206,21 @@ def _shapes(inputs: TileInputs, spec: TileSpec) -> Results:
     return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32), q.new_empty(shape if kept else 0)
 
 
+_CUDA = on_cuda("forward", "backward")
 tile = Op(
     "tile",
     TileInputs,
     TileSpec,
     results=3,
-    learned=("q", "k", "v", "scale", "coefficients"),
+    learned=("q", "k", "v", "scale", "coefficients", "row", "col"),
     cpu=Body(forward, backward),
-    cuda=on_cuda("forward", "backward"),
+    cuda=Body(_CUDA.forward, lambda *given: (*_CUDA.backward(*given), None, None)),  # it has no log prior
     shapes=_shapes,
     fixed=(1, 2),
-    mapped=("tttppme", "ttt"),
+    mapped=("tttppme---", "ttt"),
     refusal=only_first("tiled"),
 )
-"""y_t = factor_t sum_s l(S_ts) v_s as (y, factor, rest) of ``forward``."""
+"""y_t = factor_t sum_s K_ts v_s as (y, factor, rest) of ``forward``."""
 
 __all__ = [
     "CALL", "FAMILY", "SHAPES", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",

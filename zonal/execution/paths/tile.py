@@ -75,12 +75,11 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         )
     if other_anchor(call):
         return other_anchor(call)
-    if not call.bias.empty and not _carried(call, code):
-        return (
-            "log priors (decay, ALiBi, key biases but for finite ones of an exponential of a dot product on the CPU) "
-            "are not in it"
-        )
-    extra = (0 if score.dot_reduction is None else score.dot_reduction.extra) + (not call.bias.empty)
+    if not call.bias.empty and call.device.type == "cuda":
+        return "log priors (decay, ALiBi, key biases) are not in it on CUDA"
+    if not call.bias.empty and torch_func.active():
+        return "log priors (decay, ALiBi, key biases) are not in it under the transforms of torch.func"
+    extra = 0 if score.dot_reduction is None else score.dot_reduction.extra
     if not extra:
         return too_wide(*call.shape[4:])
     if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
@@ -101,21 +100,6 @@ def without_triton(link: Link, code: Formula | None) -> Reason:
     if code is not None and (code.triton or exponential(code)):
         return None
     return f"link {type(link).__name__} has no Triton functions"
-
-
-def _carried(call: Call, code: Formula) -> bool:
-    """Whether the log priors are key biases that fit into each key: log K = q . k + bias = (q, 1) . (k, bias)."""
-    bias = call.key_bias
-    if (
-        bias is None
-        or call.bias.row is not None
-        or call.bias.slope is not None
-        or not (exponential(code) and call.bound.score.bilinear)
-    ):
-        return False
-    if call.device.type != "cpu" or torch.compiler.is_compiling() or torch_func.active():
-        return False  # where looking for infinite ones would wait, or cannot be done
-    return bool(bias.isfinite().all())
 
 
 def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
@@ -181,20 +165,16 @@ def tiled(call: Call) -> Tensor:
     fused = None if call.raw is None else bound.score.fused(call.shape[4], bound.score_params, call.raw.scale)
     if reduction is not None:
         fused, (q, k), v = Fused(False, reduction.scale), bound.score.reduced(call.q, call.k), call.v
-    elif not call.bias.empty:
-        assert call.key_bias is not None
-        fused, v = Fused(False, 1.0), call.v
-        q = torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1)
-        k = torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1)
     elif fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
     edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None
     scale = scale_of(fused, call.shape[1], q.device)
-    inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges)
+    row, col, slope = call.bias.row, call.bias.col, call.bias.slope
+    inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, row, col, slope)
     # under vmap a tensor does not say that gradients flow through it
-    inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients))
+    inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients, row, col))
     return tile(inputs, rules(call, code, fused, inference))[0]
 
 

@@ -51,13 +51,8 @@ def refusal(call: Call) -> str | None:
         return f"passes over rows and columns have no kernel for device {call.device.type!r}"
     if not call.bound.score.bilinear:
         return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
-    # log a and log b travel as two numbers of each query and key, beta as one of each value
-    wide = max(call.shape[4] + 2, call.shape[5] + 1)
-    if wide > LARGEST:
-        return (
-            f"key dimensions must be at most {LARGEST - 2} and value dimensions {LARGEST - 1}, "
-            f"this call has {call.shape[4]} and {call.shape[5]}"
-        )
+    if call.shape[5] + 1 > LARGEST:  # beta is one more number of each value
+        return f"value dimensions must be at most {LARGEST - 1}, this call has {call.shape[5]}"
     return tile.refusal(_as_rows(call))
 
 
@@ -186,16 +181,11 @@ def _passes(call: Call) -> "type[_Compiled] | type[_Torch]":
 
 
 class _Compiled:
-    """Passes by the tile kernel, with log a and log b inside: (q, 1, log a) . (k, log b, 1) = S + log b + log a."""
+    """Passes by the tile kernel, with log b (or log a) as biases of keys."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        one, dim = q.new_ones(1), q.shape[3]
-        self._q, self._k = q.new_empty(*q.shape[:3], dim + 2), k.new_empty(*k.shape[:3], dim + 2)
-        for whole, part, at in ((self._q, q, dim), (self._k, k, dim + 1)):
-            whole[..., :dim].copy_(part)
-            whole[..., at].copy_(one)
-        self._dim, self._scale = dim, q.new_ones(q.shape[1])
-        self._none, self._empty = q.new_zeros(q.shape[1], 0), q.new_empty(0)
+        self._q, self._k, self._slope = q, k, call.bias.slope
+        self._scale, self._none, self._empty = q.new_ones(q.shape[1]), q.new_zeros(q.shape[1], 0), q.new_empty(0)
         seen, code, window = call.visibility, _code(call), call.window
         left, right = (
             (None, None)
@@ -206,31 +196,27 @@ class _Compiled:
         self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
         self._along = replace(self._across, left=right, right=left)
 
-    def _set(self, a: Tensor, b: Tensor) -> None:
-        self._q[..., -1].copy_(a)
-        self._k[..., -2].copy_(b)
-
-    def _inputs(self, q: Tensor, k: Tensor, values: Tensor) -> TileInputs:
-        return TileInputs(q, k, values, self._scale, self._none, None, self._edges)
+    def _inputs(self, q: Tensor, k: Tensor, values: Tensor, col: Tensor) -> TileInputs:
+        return TileInputs(q, k, values, self._scale, self._none, None, self._edges, None, col, self._slope)
 
     def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._set(a, b)
-        return forward(self._inputs(self._q, self._k, values), self._across)[:2]
+        y, total, _ = forward(self._inputs(self._q, self._k, values, b), self._across)
+        return y, a + _log(total)
 
     def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._set(a, b)
-        return forward(self._inputs(self._k, self._q, values), self._along)[:2]
+        y, total, _ = forward(self._inputs(self._k, self._q, values, a), self._along)
+        return y, b + _log(total)
 
     def backward(
         self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._set(a, b)
-        results = y, log_mass.contiguous(), self._empty
-        inputs = self._inputs(self._q, self._k, v)
-        dq, dk, *_ = backward((dy,), inputs, results, self._across, frozenset("qkv"))
+        results = y, torch.where(present(log_mass), log_mass - a, float("inf")), self._empty
+        asked = frozenset(("q", "k", "v", "col"))
+        dq, dk, *_, dcol = backward((dy,), self._inputs(self._q, self._k, v, b), results, self._across, asked)
         assert dq is not None
         assert dk is not None
-        return dq[..., : self._dim], dk[..., : self._dim], dk[..., self._dim]
+        assert dcol is not None
+        return dq, dk, dcol.to(dk)
 
 
 @dataclass(frozen=True)
@@ -265,11 +251,11 @@ class _Torch:
 
     def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         y, total, _ = tiled.run_forward(self._across, Bias(col=b, slope=self._slope), self._q, self._k, values, self._c)
-        return y, a + _log(total)
+        return y, a + _log(total.squeeze(-1))
 
     def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         y, total, _ = tiled.run_forward(self._along, Bias(col=a, slope=self._slope), self._k, self._q, values, self._c)
-        return y, b + _log(total)
+        return y, b + _log(total.squeeze(-1))
 
     def backward(
         self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
@@ -283,7 +269,7 @@ class _Torch:
 
 def _log(total: Tensor) -> Tensor:
     """The log sums of rows that tiles give as +inf where nothing is seen."""
-    return torch.where(torch.isinf(total), ABSENT, total).squeeze(-1)
+    return torch.where(torch.isinf(total), ABSENT, total)
 
 
 def turned(seen: Visibility) -> Visibility:

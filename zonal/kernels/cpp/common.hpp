@@ -153,17 +153,24 @@ inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 extern "C" {
 
-int64_t zonal_version() { return 6; }
+int64_t zonal_version() { return 7; }
 
 struct Strides {
   int64_t batch, head, token;
 };
 
+struct Plane {  // strides of (B, H, n) with n contiguous
+  int64_t batch, head;
+};
+
 // What zonal/kernels/tile.py fills in. Last axes of q, k, v, dy have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
-// documents, or null. Who sees whom: TileSpec of the same file; left < 0: no window.
+// documents, or null. Who sees whom: TileSpec of the same file; left < 0: no window. The log prior of query t and key s is
+// row_t (B, H, T) + col_s (B, H, S) - slope (H) |position_t - s|, each part null where it is absent.
 struct Call {
   const void *q, *k, *v;
-  const float *scale, *coefficients;
+  const float *scale, *coefficients, *slope;
+  const double *row, *col;
+  Plane rows, cols;
   const uint8_t* key_mask;
   const int64_t* edges;
   Strides qs, ks, vs, dys;
@@ -174,6 +181,7 @@ struct Call {
   void *dq, *dk, *dv;
   float* sums;                     // of dk and dv: (places, S, D + P), a place for each thread, or for each part of each key head when split > 1
   double *dscale, *dcoefficients;  // (split, B, H), (split, B, H, learned), zeros, or null
+  double *drow, *dcol;             // (B, H, T), (split, B, H, S), zeros, or null
   int64_t split, places;           // parts of the queries that are summed up on their own, backward
 };
 }
@@ -210,10 +218,12 @@ struct Shared {
   int64_t by_batch;
 };
 
+// the position of query 0 among the keys
+inline int64_t first_position(const Call& c) { return c.causal || c.chunk > 0 || c.left >= 0 ? c.S - c.T : 0; }
+
 // the keys [lo, hi) that query t of the document [start, end) may see before the mask
 void interval(const Call& c, int64_t t, int64_t start, int64_t end, int32_t* lo, int32_t* hi) {
-  const bool tied = c.causal || c.chunk > 0 || c.left >= 0;
-  const int64_t position = tied ? t + c.S - c.T : t;
+  const int64_t position = t + first_position(c);
   int64_t from = start, to = end;
   if (c.chunk > 0) {
     const int64_t ahead = position - start;
@@ -270,8 +280,9 @@ struct Head {  // where one head's things are
   const T *q, *k, *v;
   const float *key_scale, *coefficients;
   const int32_t *index, *lo, *hi;
+  const double *row, *col;  // of the log prior, or null
   int64_t q_step, k_step, v_step;
-  float scale;
+  float scale, slope;
 };
 
 template <typename T>
@@ -290,6 +301,9 @@ Head<T> head_of(const Call& c, int64_t b, int64_t h, const Shared& shared) {
   at.k_step = c.ks.token;
   at.v_step = c.vs.token;
   at.scale = c.scale[h];
+  at.row = c.row == nullptr ? nullptr : c.row + b * c.rows.batch + h * c.rows.head;
+  at.col = c.col == nullptr ? nullptr : c.col + b * c.cols.batch + h * c.cols.head;
+  at.slope = c.slope == nullptr ? 0.f : c.slope[h];
   return at;
 }
 
@@ -328,6 +342,49 @@ Sight sight_of(const int32_t* lows, const int32_t* highs, int64_t t0, int64_t T)
 
 inline I seen(const Sight& sight, int half, int32_t key) { return (sight.lo[half] <= key) & (sight.hi[half] > key); }
 
+// The log prior of a column of queries, base 2. Rows and columns may be running sums over all tokens, of which only
+// differences matter: a reference is taken out in double.
+struct Prior {
+  bool there = false;
+  const double* col = nullptr;
+  double reference = 0;
+  float slope = 0;
+  V row[2] = {V{}, V{}};
+  I position[2] = {I{}, I{}};
+
+  // what all queries of the column share for a key
+  float of_key(int32_t key) const {
+    return static_cast<float>((reference + (col == nullptr ? 0. : col[key])) * static_cast<double>(LOG2E));
+  }
+  // log B of half of the column and a key, of which ``shared`` is ``of_key``
+  V operator()(int half, int32_t key, float shared) const {
+    const V sum = row[half] + shared;
+    if (slope == 0.f) return sum;
+    const V apart = __builtin_convertvector(position[half] - key, V);
+    return sum - slope * most(apart, -apart);
+  }
+};
+
+template <typename T>
+Prior prior_of(const Call& c, const Head<T>& at, int64_t t0) {
+  Prior prior;
+  prior.there = at.row != nullptr || at.col != nullptr || at.slope != 0.f;
+  if (!prior.there) return prior;
+  prior.col = at.col;
+  prior.slope = at.slope * LOG2E;
+  if (at.row != nullptr) prior.reference = at.row[t0];
+  for (int i = 0; i < C; ++i) {
+    const int64_t t = std::min(t0 + i, c.T - 1);
+    prior.position[i / L][i % L] = static_cast<int32_t>(t + first_position(c));
+    if (at.row != nullptr)
+      prior.row[i / L][i % L] = static_cast<float>((at.row[t] - prior.reference) * static_cast<double>(LOG2E));
+  }
+  return prior;
+}
+
+// B of its logarithm, base 2: 0 where float32 has no normal number for it, so that nothing is left of what a bias of -infinity hides
+inline V prior_value(V power) { return power < spread(-126.f) ? V{} : exp2(power); }
+
 constexpr float NONE = -std::numeric_limits<float>::infinity();  // the logarithm of nothing
 
 struct Column {  // the running sums of a column of queries: sum of K, and in log space the maximum taken out
@@ -343,18 +400,33 @@ struct Reach {  // the keys that any of several columns sees
   }
 };
 
-// scores x, y of N keys from place s on through the link (in log space through its map), its mask and the column's sums, into weights (N, C).
-// SUMS: the column's mass is summed up here; otherwise weights are rounded first, and a row's sum is of the rounded ones.
-template <bool SUMS, int N>
-INLINE void record(const Call& c, const float* coefficients, const Sight& sight, int32_t s, V (&x)[N], V (&y)[N], float* weights, Column& column) {
+// scores x, y of N keys from place s on through the link (in log space through its map), its prior, its mask and the column's sums, into weights
+// (N, C). SUMS: the column's mass is summed up here; otherwise weights are rounded first, and a row's sum is of the rounded ones.
+template <bool SUMS, int N, typename T>
+INLINE void record(
+    const Call& c, const Head<T>& at, const Sight& sight, const Prior& prior, int32_t s, V (&x)[N], V (&y)[N],
+    float* weights, Column& column) {
   const V nothing = ZONAL_LOG ? spread(NONE) : V{};
-  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+  values<N>(x, y, at.coefficients, static_cast<int>(c.numbers));
 #if ZONAL_MAP
   EACH_ROW {
     x[r] *= LOG2E;
     y[r] *= LOG2E;
   }
 #endif
+  if (prior.there)
+    EACH_ROW {
+      const int32_t key = at.index[s + r];
+      const float shared = prior.of_key(key);
+      const V first = prior(0, key, shared), second = prior(1, key, shared);
+#if ZONAL_LOG
+      x[r] += first;
+      y[r] += second;
+#else
+      x[r] *= prior_value(first);
+      y[r] *= prior_value(second);
+#endif
+    }
   if (s < sight.whole_first || s + N > sight.whole_last)
     EACH_ROW {
       x[r] = seen(sight, 0, s + r) ? x[r] : nothing;

@@ -38,6 +38,7 @@ struct Tile {
   struct Queries {
     T* numbers;
     float* gain;
+    Prior prior;
   };
 
   // scores of N keys from place s on with a column, in the domain of the link
@@ -71,7 +72,7 @@ struct Tile {
       Column& column) {
     V x[N], y[N];
     scores<N>(c, at, q, s, x, y);
-    record<!PAIRS, N>(c, at.coefficients, sight, s, x, y, weights, column);
+    record<!PAIRS, N>(c, at, sight, q.prior, s, x, y, weights, column);
   }
 
   // Rows of keys at places [s0, s1) as products sum over them: in pairs, neighbours together (keys / 2, width, 2) in
@@ -173,7 +174,7 @@ struct Tile {
     Column sums[COLUMNS];
     Reach reach;
     for (int64_t i = 0; i < columns; ++i) {
-      queries[i] = {numbers + i * C * c.D, gains + i * C};
+      queries[i] = {numbers + i * C * c.D, gains + i * C, prior_of(c, at, t0 + i * C)};
       pack_queries(c, at, t0 + i * C, queries[i]);
       sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
       reach.add(sights[i]);
@@ -261,14 +262,22 @@ struct Tile {
     }
   }
 
+  struct Others {         // gradients that are summed up beside those of q, k and v, each null where nobody asks
+    double *scale, *c;    // of the head's scale and learned coefficients
+    double *row, *col;    // of its log prior: of all its queries, of all its keys
+    V* partial;           // those of the coefficients of some keys, over the lanes
+    V* lanes;             // those of the rows of a block and some keys, (2 BANDS)
+  };
+
   // W^T and dS^T of N keys from place s on, an even one in pairs, with one column: into ``place`` of the block's tiles,
   // and as pairs of keys into ``changes``
   template <int N>
   static inline void gradients(
       const Call& c, const Head<T>& at, const Sight& sight, const Block& block, int band, int32_t s, int64_t place,
-      T* changes, V* partial) {
+      T* changes, const Others& others) {
     float scored[N * C], changed[N * C];
     const Queries& q = block.queries[band];
+    const Prior& prior = q.prior;
     scores_apart<N>(c, at, q, s, scored);
     const T* rows[N];
     EACH_ROW rows[r] = at.v + at.index[s + r] * at.v_step;
@@ -276,7 +285,9 @@ struct Tile {
     const bool whole = s >= sight.whole_first && s + N <= sight.whole_last;
     const int n = static_cast<int>(c.numbers);
     (void)n;
-    EACH_ROW
+    EACH_ROW {
+      const int32_t key = at.index[s + r];
+      const float shared = prior.there ? prior.of_key(key) : 0.f;
       for (int j = 0; j < 2; ++j) {
         const int lane = band * C + j * L;
         const V score = load(scored + r * C + j * L);
@@ -284,27 +295,32 @@ struct Tile {
         if (PAIRS) ds *= load(block.factor + lane);
         ds -= load(block.shared + lane);
 #if ZONAL_LOG
-        V w = weight_again(c, value(score, at.coefficients, n) * LOG2E - load(block.lse + lane));
+        V power = value(score, at.coefficients, n) * LOG2E - load(block.lse + lane);
+        if (prior.there) power += prior(j, key, shared);
+        V w = weight_again(c, power);
         if (!whole) w = seen(sight, j, s + r) ? w : V{};
         ds *= w;
+        add_to_prior(others, ds, band, j, key);
 #else
+        const V b = prior.there ? prior_value(prior(j, key, shared)) : spread(1.f);
         V w = value(score, at.coefficients, n);
+        if (prior.there) w *= b;
         if (!whole) {
           w = seen(sight, j, s + r) ? w : V{};
           ds = seen(sight, j, s + r) ? ds : V{};
         }
+        add_to_prior(others, ds * w, band, j, key);
+        if (prior.there) ds *= b;
 #endif
 #if !ZONAL_LOG || ZONAL_MAP
-        if (partial != nullptr) {
+        if (others.partial != nullptr) {
           V term = ds * base(score, at.coefficients, n);
           for (int k = 0; k < c.learned; ++k) {
-            partial[k] += term;
+            others.partial[k] += term;
             term *= score;
           }
         }
         ds *= derivative(score, at.coefficients, n);
-#else
-        (void)partial;
 #endif
         if (at.key_scale != nullptr) ds *= at.key_scale[at.index[s + r]];
         T *weights = block.weights + place + r * SPAN + j * L, *grads = block.grads + place + r * SPAN + j * L;
@@ -317,6 +333,7 @@ struct Tile {
           store(grads, ds);
         }
       }
+    }
     if constexpr (PAIRS)
       for (int r = 0; r < N; r += 2)
         for (int j = 0; j < 2; ++j) {
@@ -325,21 +342,31 @@ struct Tile {
         }
   }
 
+  // the gradient of the logarithms of W of one key and half of a column
+  static inline void add_to_prior(const Others& others, V change, int band, int half, int32_t key) {
+    if (others.row != nullptr) others.lanes[2 * band + half] += change;
+    if (others.col != nullptr) others.col[key] += sum(change);
+  }
+
   static void backward_block(
-      const Call& c, const Head<T>& at, const Part& part, int64_t h, int64_t t0, const Block& block, const Rows& keys,
-      double* dscale, double* dc) {
+      const Call& c, const Head<T>& at, const Part& part, int64_t h, int64_t t0, Block& block, const Rows& keys,
+      Others others) {
     const int bands = static_cast<int>((std::min<int64_t>(SPAN, c.T - t0) + C - 1) / C);
     pack_block(c, at, part.b, h, t0, block);
+    for (int i = 0; i < bands; ++i) block.queries[i].prior = prior_of(c, at, t0 + i * C);
     Sight sights[BANDS];
     Reach reach;
     for (int i = 0; i < bands; ++i) {
       sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
       reach.add(sights[i]);
     }
-    V partial[40];
+    V partial[40], lanes[2 * BANDS];
+    if (others.c != nullptr) others.partial = partial;
+    others.lanes = lanes;
     for (int32_t s0 = reach.first / W * W; s0 < reach.last; s0 += KEYS) {
       const int32_t s1 = std::min(s0 + KEYS, reach.last);
       for (int k = 0; k < c.learned; ++k) partial[k] = V{};
+      for (V& sums : lanes) sums = V{};
       for (int i = 0; i < BANDS; ++i) {
         const int32_t begin = i < bands ? std::max(s0, sights[i].first / W * W) : s1;
         const int32_t end = i < bands ? std::min(s1, sights[i].last) : s0;
@@ -352,7 +379,7 @@ struct Tile {
           with_rows<R>(std::min<int>(R, end - s), [&](auto n) {
             gradients<decltype(n)::value>(
                 c, at, sights[i], block, i, s, (s - s0) * SPAN + i * C, PAIRS ? block.changes + (s - begin) * C : nullptr,
-                dc == nullptr ? nullptr : partial);
+                others);
           });
         if (begin >= end) continue;
         const T* changes = PAIRS ? block.changes : block.grads + (begin - s0) * SPAN + i * C;
@@ -362,13 +389,15 @@ struct Tile {
       }
       add_outer<SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, part.dv);
       add_outer<SPAN>(block.grads, block.rows, c.D, at.index + s0, s1 - s0, part.dk);
-      for (int k = 0; k < c.learned && dc != nullptr; ++k)
-        for (int i = 0; i < L; ++i) dc[k] += partial[k][i];
+      for (int k = 0; k < c.learned && others.c != nullptr; ++k)
+        for (int i = 0; i < L; ++i) others.c[k] += partial[k][i];
+      for (int64_t i = 0; i < std::min<int64_t>(SPAN, c.T - t0) && others.row != nullptr; ++i)
+        others.row[t0 + i] += lanes[i / L][i % L];
     }
     for (int64_t t = t0; t < std::min(t0 + SPAN, c.T); t += C) {
       const int count = static_cast<int>(std::min<int64_t>(C, c.T - t));
       const float *dq = block.dq + (t - t0) * c.D, *inverse = block.inverse + (t - t0);
-      finish_queries(c, at, part.b, h, t, count, dq, inverse, at.scale, dscale);
+      finish_queries(c, at, part.b, h, t, count, dq, inverse, at.scale, others.scale);
     }
   }
 
@@ -378,7 +407,7 @@ struct Tile {
     Block block;
     T* numbers = take(scratch, SPAN * c.D);
     float* gains = scratch.take(SPAN);
-    for (int i = 0; i < BANDS; ++i) block.queries[i] = {numbers + i * C * c.D, gains + i * C};
+    for (int i = 0; i < BANDS; ++i) block.queries[i] = {numbers + i * C * c.D, gains + i * C, Prior()};
     block.rows = take(scratch, SPAN * D16);
     block.dy_columns = take(scratch, SPAN * c.P);
     block.dy_rows = take(scratch, SPAN * P16);
@@ -393,10 +422,13 @@ struct Tile {
     for (int64_t h = part.kv * groups; h < (part.kv + 1) * groups; ++h) {
       const Head<T> at = head_of<T>(c, part.b, h, part.shared);
       const int64_t place = (part.part * c.B + part.b) * c.H + h;
-      double* dc = c.dcoefficients == nullptr ? nullptr : c.dcoefficients + place * c.learned;
-      double* dscale = c.dscale == nullptr ? nullptr : c.dscale + place;
+      Others others = {};
+      if (c.dscale != nullptr) others.scale = c.dscale + place;
+      if (c.dcoefficients != nullptr) others.c = c.dcoefficients + place * c.learned;
+      if (c.drow != nullptr) others.row = c.drow + (part.b * c.H + h) * c.T;
+      if (c.dcol != nullptr) others.col = c.dcol + place * c.S;
       for (int64_t t0 = part.part * SPAN; t0 < c.T; t0 += c.split * SPAN)
-        backward_block(c, at, part, h, t0, block, keys, dscale, dc);
+        backward_block(c, at, part, h, t0, block, keys, others);
     }
   }
 };

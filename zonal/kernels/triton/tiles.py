@@ -529,7 +529,7 @@ class TileCall(NamedTuple):
 
 def call(inputs: TileInputs, spec: TileSpec) -> TileCall:
     """Prepare a call's kernels."""
-    q, k, v, _, coefficients, key_mask, cu_seqlens = inputs
+    q, k, v, _, coefficients, key_mask, cu_seqlens = inputs[:7]
     return TileCall(
         functions(spec.link),
         traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),
