@@ -20,6 +20,7 @@ from transformers import (
 
 from zonal.hf.cache import MemoryCache, ZonalCache
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
+from zonal.hf.context import ContextMemory, Document
 from zonal.hf.modeling import (
     ZonalForCausalLM,
     ZonalForImageClassification,
@@ -38,6 +39,8 @@ AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassif
 AutoModelForImageClassification.register(ZonalVisionConfig, ZonalForImageClassification)
 
 __all__ = [
+    "ContextMemory",
+    "Document",
     "MemoryCache",
     "ZonalCache",
     "ZonalConfig",

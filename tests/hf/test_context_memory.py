@@ -1,0 +1,131 @@
+"""Documents in memory: one document says what its text says, forks leave it alone, forgetting, merging, files, and what
+is refused.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from zonal import hf
+from zonal.errors import ArgumentError, FileFormatError
+
+WORDS = [f"w{index}" for index in range(60)]
+
+
+def tokenizer() -> Any:
+    plain = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(["<end>", *WORDS])}, unk_token="<end>")
+    )
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>")
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "ours":
+        return hf.ZonalForCausalLM(
+            hf.ZonalConfig(vocab_size=61, dim=32, layers="squared_affine, ska(power=1)", heads=4, rotary=True)
+        ).eval()
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    }  # fmt: skip
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, eos_token_id=0, **sizes)).eval()
+    hf.convert(made, "squared_affine", layers=None if kind == "converted" else [1], cache="memory")
+    return made
+
+
+def text(count: int, seed: int) -> str:
+    drawn = torch.randint(60, (count,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(WORDS[index] for index in drawn.tolist())
+
+
+KINDS = ["ours", "converted", "hybrid"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_document_in_memory_says_what_its_text_says(kind: str) -> None:
+    made = model(kind)
+    context = hf.ContextMemory(made, tokenizer())
+    document, question = text(1_500, 1), text(7, 2)
+    read = context.read("first", document)
+    assert (read.name, read.tokens) == ("first", 1_500)
+    ids = context.tokenizer(f"{document} {question}", return_tensors="pt")["input_ids"]
+    wanted = made.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)[0, ids.shape[1] :]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    for _ in range(2):  # a question leaves the memory as it was
+        assert context.ask(question, **options) == context.tokenizer.decode(wanted, skip_special_tokens=True)
+    logits = made(ids).logits[0, -7:-1].log_softmax(-1)
+    alone = float(logits.gather(1, ids[0, -6:, None]).sum())
+    assert context.score(question) == pytest.approx(alone, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_listed_forgotten_and_merged(kind: str) -> None:
+    context = hf.ContextMemory(model(kind), tokenizer())
+    for number, name in enumerate(("a", "b", "c")):
+        context.read(name, text(40 + number, number))
+    assert [(each.name, each.tokens) for each in context.contents()] == [("a", 40), ("b", 41), ("c", 42)]
+    question = text(5, 9)
+    two = context.score(question, ["a", "c"])
+    context.forget("b")
+    assert [each.name for each in context.contents()] == ["a", "c"]
+    assert context.score(question) == two
+    assert context.score(question, ["a"]) != two
+    assert context.memory().count == 82
+    if kind == "converted":  # sums do not grow
+        assert len({each.nbytes for each in context.contents()}) == 1
+        assert context.memory().nbytes == context.contents()[0].nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    made = model(kind)
+    context = hf.ContextMemory(made, tokenizer())
+    context.read("a", text(30, 1))
+    context.read("b/../c", text(20, 2))  # a name, not a path
+    context.save(tmp_path / "kept")
+    again = hf.ContextMemory(made, tokenizer())
+    again.load(tmp_path / "kept")
+    assert again.contents() == context.contents()
+    question = text(5, 9)
+    assert again.score(question) == context.score(question)
+    with pytest.raises(ArgumentError, match="'a' has been read already"):
+        again.load(tmp_path / "kept")
+    other = model(kind)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    with pytest.raises(FileFormatError, match="written with other weights"):
+        hf.ContextMemory(other, tokenizer()).load(tmp_path / "kept")
+    index = tmp_path / "kept" / "documents.json"
+    index.write_text(index.read_text().replace("document-0.safetensors", "../document-0.safetensors"))
+    with pytest.raises(FileFormatError, match="names files outside of its folder"):
+        hf.ContextMemory(made, tokenizer()).load(tmp_path / "kept")
+    damaged = tmp_path / "kept" / "document-1.safetensors"
+    index.write_text(index.read_text().replace("../document", "document"))
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    fresh = hf.ContextMemory(made, tokenizer())
+    with pytest.raises(FileFormatError, match="document-1"):
+        fresh.load(tmp_path / "kept")
+    assert fresh.contents() == ()
+
+
+def test_what_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, **sizes))
+    with pytest.raises(ArgumentError, match="a converted model is required"):
+        hf.ContextMemory(plain, tokenizer())
+    context = hf.ContextMemory(model("converted"), tokenizer())
+    with pytest.raises(ArgumentError, match="at least one document is required"):
+        context.ask("w1")
+    context.read("a", "w1 w2 w3")
+    for call in (lambda: context.read("a", "w4"), lambda: context.read("b", ""), lambda: context.ask(""),
+                 lambda: context.ask("w1", ["nobody"]), lambda: context.forget("nobody")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=r"has been read|no tokens|has not been read. Known: a"):
+            call()
+    assert [each.name for each in context.contents()] == ["a"]

@@ -1,0 +1,201 @@
+"""Documents in memory: a causal model reads each once, and answers from the memories of some of them."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal import store
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.hf.cache import MemoryCache, OperatorCache, ZonalCache
+from zonal.hf.modeling import ZonalForCausalLM
+from zonal.hf.swap import operators
+from zonal.models.memory import ModelMemory, fingerprint
+from zonal.nn.memory import load_memories
+
+_INDEX = "documents.json"
+_SCHEMA = 1
+_PIECE = 1024  # tokens that are read by one call
+
+
+class Document(NamedTuple):
+    """An entry of ``ContextMemory.contents``: its name, the tokens read, the bytes of its memory."""
+
+    name: str
+    tokens: int
+    nbytes: int
+
+
+class ContextMemory:
+    """What a causal model has read, document by document.
+
+    Each document is read once, by itself, and kept as a memory of its own, whose size does not depend on its length
+    where the operators have memories of constant size. A question is read after a copy of a memory, so that many
+    questions cost no further reading. The copy of one document's memory gives what the model gives for the document and
+    the question in one text.
+
+    Several documents are asked together through the merge of their memories. The merge is exact for each operator:
+    sums of sums. The documents have not read each other, though, as they would in one text, and in models with more
+    than one layer that makes a difference.
+
+    Args:
+        model: a ``ZonalForCausalLM``, or a decoder converted by ``hf.convert``.
+        tokenizer: its tokeniser.
+
+    Raises: ArgumentError for other models.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not isinstance(model, ZonalForCausalLM):
+            operators(model)  # refuses what was not converted
+        self.model, self.tokenizer = model, tokenizer
+        self._documents: dict[str, ModelMemory] = {}
+        self._tokens: dict[str, int] = {}
+
+    def read(self, name: str, text: str) -> "Document":
+        """Read a document and keep it under a name. It may be as long as it likes.
+
+        Raises: ArgumentError for a name that is taken and for a text without tokens; nothing is then kept.
+        """
+        if name in self._documents:
+            raise ArgumentError(f"ContextMemory.read: {name!r} has been read. Forget it first, or choose another name.")
+        tokens = self._encoded(text)
+        if not tokens.shape[1]:
+            raise ArgumentError(f"ContextMemory.read: {name!r} has no tokens. Give a text with at least one.")
+        cache = self._cache()
+        self._run(tokens, cache)
+        self._documents[name], self._tokens[name] = cache.memory(), tokens.shape[1]
+        return self._document(name)
+
+    def forget(self, name: str) -> None:
+        """Leave a document out from now on. The memories of the others are as if it had never been read.
+
+        Raises: ArgumentError for an unknown name.
+        """
+        self._known([name], "forget")
+        del self._documents[name], self._tokens[name]
+
+    def contents(self) -> tuple[Document, ...]:
+        """The documents in the order in which they were read."""
+        return tuple(map(self._document, self._documents))
+
+    def memory(self, names: Iterable[str] | None = None) -> ModelMemory:
+        """The memory of some documents, in this order; None = of all. One document's memory is that of its text; those
+        of several are merged.
+
+        Raises: ArgumentError for unknown names, no document, and operators whose memories cannot be merged.
+        """
+        chosen = list(self._documents) if names is None else list(names)
+        self._known(chosen, "memory")
+        if not chosen:
+            raise ArgumentError("ContextMemory.memory: at least one document is required. Call read(name, text) first.")
+        found = self._documents[chosen[0]].fork()
+        for name in chosen[1:]:
+            found = found.merge(self._documents[name])
+        return found
+
+    @torch.no_grad()
+    def ask(self, question: str, names: Iterable[str] | None = None, **options: Any) -> str:
+        """What the model says after the documents and the question.
+
+        Args:
+            question: text to continue, with what ends a document for the model, such as "\\n\\nQ: …\\nA:".
+            names: the documents, in this order; None = all.
+            options: of ``generate``, such as max_new_tokens and do_sample.
+
+        Raises: ArgumentError as ``memory``, and for an empty question.
+        """
+        cache = self._cache(self.memory(names))
+        tokens = self._encoded(question)
+        if not tokens.shape[1]:
+            raise ArgumentError("ContextMemory.ask: the question has no tokens. Give a text with at least one.")
+        read = cache.get_seq_length()
+        # generate counts the tokens that the cache holds; which they are does not matter
+        tokens = torch.cat([tokens.new_zeros(1, read), tokens], 1)
+        made = self.model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
+            pad_token_id=self.tokenizer.eos_token_id, **options,
+        )  # fmt: skip
+        return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
+
+    @torch.no_grad()
+    def score(self, text: str, names: Iterable[str] | None = None) -> float:
+        """log p of a text after documents, in nats, summed over its tokens but the first."""
+        tokens = self._encoded(text)
+        logits = self._run(tokens, self._cache(self.memory(names)))
+        found = logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])
+        return float(found.double().sum())
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write each document's memory to a file of its own in a folder, and an index. The index is written last."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, (name, memory) in enumerate(self._documents.items()):
+            file = f"document-{number}.safetensors"
+            memory.save(target / file)
+            entries.append({"name": name, "tokens": self._tokens[name], "file": file})
+        record = {"schema": _SCHEMA, "model": fingerprint(self.model), "documents": entries}
+        store.write_json(target / _INDEX, record)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Add the documents that ``save`` wrote for this model.
+
+        Raises: FileFormatError for a folder of something else, of another model, or with damaged files; ArgumentError
+            for names that are taken. Nothing is then added.
+        """
+        source = Path(folder)
+        record = store.read_record(source / _INDEX, _SCHEMA, "ContextMemory.load", "Read the documents again.")
+        if record.get("model") != fingerprint(self.model):
+            raise FileFormatError(
+                f"ContextMemory.load: {source} was written with other weights. Read the documents again."
+            )
+        with store.understood("ContextMemory.load", source / _INDEX):
+            entries = [(each["name"], int(each["tokens"]), each["file"]) for each in record["documents"]]
+            plain = all(Path(file).name == file for _, _, file in entries)
+        if not plain:
+            raise FileFormatError(f"ContextMemory.load: {source / _INDEX} names files outside of its folder.")
+        taken = [name for name, _, _ in entries if name in self._documents]
+        if taken:
+            raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
+        like = self._cache()  # says of which shape the memories of the layers are
+        self._run(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
+        layers = like.memory().layers
+        found = {name: ModelMemory(load_memories(source / file, layers)) for name, _, file in entries}
+        self._documents |= found
+        self._tokens |= {name: count for name, count, _ in entries}
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _cache(self, memory: ModelMemory | None = None) -> OperatorCache:
+        return ZonalCache(memory) if isinstance(self.model, ZonalForCausalLM) else MemoryCache(memory)
+
+    def _encoded(self, text: str) -> Tensor:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
+
+    @torch.no_grad()
+    def _run(self, tokens: Tensor, cache: OperatorCache) -> Tensor:
+        """Logits (1, T, V) of tokens after what is in the cache, which then holds them as well."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            pieces = tokens.split(_PIECE, dim=1)
+            return torch.cat([self.model(piece, past_key_values=cache).logits for piece in pieces], 1)
+        finally:
+            self.model.train(training)
+
+    def _document(self, name: str) -> Document:
+        return Document(name, self._tokens[name], self._documents[name].nbytes)
+
+    def _known(self, names: Iterable[str], verb: str) -> None:
+        for name in names:
+            if name not in self._documents:
+                raise ArgumentError(
+                    f"ContextMemory.{verb}: {name!r} has not been read. Known: {', '.join(self._documents) or 'none'}."
+                )
