@@ -344,6 +344,7 @@ def test_buffers_of_compiled_kernels_name_their_device() -> None:
 FOREIGN = {
     ("zonal.hf.cache", "**others"),
     ("zonal.hf.configuration", "**others"),
+    ("zonal.hf.context", "**options"),
     ("zonal.hf.distil", "**others"),
     ("zonal.hf.modeling", "**others"),
     ("zonal.hf.swap", "**others"),

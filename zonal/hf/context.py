@@ -51,7 +51,8 @@ class ContextMemory:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if not isinstance(model, ZonalForCausalLM):
             operators(model)  # refuses what was not converted
-        self.model, self.tokenizer = model, tokenizer
+        self.model: Any = model
+        self.tokenizer = tokenizer
         self._documents: dict[str, ModelMemory] = {}
         self._tokens: dict[str, int] = {}
 
