@@ -466,3 +466,31 @@ def test_an_adapter_trains_and_saves_the_operators_it_names(operator: Any, tmp_p
     found = logits_of(hf.from_pretrained(tmp_path / "merged"))
     assert torch.equal(found, logits_of(merged))
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
+@torch.no_grad()
+def test_mechanisms_are_attention_implementations_by_name() -> None:
+    names = hf.register()
+    assert {"zonal:softmax", "zonal:squared_affine"} <= set(names)
+    model, tokens = their("Llama"), torch.randint(1, 29, (2, 11), generator=torch.Generator().manual_seed(1))
+    wanted = model(tokens).logits
+    found: Any = transformers.LlamaForCausalLM._from_config(model.config, attn_implementation="zonal:softmax").eval()
+    found.load_state_dict(model.state_dict())
+    assert (found(tokens).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    other = copy.deepcopy(model)
+    hf.convert(other, "squared_affine")
+    model.set_attn_implementation("zonal:squared_affine")
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+    real = torch.arange(11) >= torch.tensor([[0], [4]])
+    arguments: dict[str, Any] = {"attention_mask": real.long(), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **arguments), other.generate(tokens, **arguments))
+    for name, words in (("sko", "a norm"), ("performer", "to be sized"), ("sinkhorn", "a bidirectional layer")):
+        model.set_attn_implementation(f"zonal:{name}")
+        with pytest.raises(
+            ArgumentError, match=rf"zonal:{name}: the operator needs {words}.*zonal.hf.convert\(model, '{name}'"
+        ):
+            model(tokens)
+    windowed, plain = their("Mistral"), their("Mistral")
+    windowed.set_attn_implementation("zonal:softmax")
+    expected = plain(tokens).logits
+    assert (windowed(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -28,7 +28,7 @@ from zonal.hf.modeling import (
     ZonalForSequenceClassification,
     ZonalModel,
 )
-from zonal.hf.swap import convert, from_pretrained, operators
+from zonal.hf.swap import convert, from_pretrained, operators, register
 
 AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
 AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)
@@ -53,4 +53,5 @@ __all__ = [
     "convert",
     "from_pretrained",
     "operators",
+    "register",
 ]

@@ -41,6 +41,7 @@ from zonal.nn.norm import RMSNorm
 NAME = "zonal"
 """The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
 _CACHES = ("keys", "memory")
+_SOME_SIZE = 64  # of a head, a square as some scores need it
 # what models may hand to their attention and an operator has no place for
 _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask", "cache")
 _SIZES = ("head_dim", "head_size", "attention_head_size")
@@ -354,11 +355,8 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
         made = mechanisms.resolve(operator)
     else:
         made = operator if isinstance(operator, Operator) else operator(scale)
-    if isinstance(made.score, Dot) and made.score.scale is None:
-        made = made.replace(score=dataclasses.replace(made.score, scale=scale))
     window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
-    if window is not None and not any(isinstance(prior, Window) for prior in made.prior):
-        made = made.replace(prior=(*made.prior, Window(left=window - 1)))
+    made = _fitted(made, scale, window)
     need = _need(made, dim, bool(layer.is_causal))
     if need is not None:
         raise ArgumentError(
@@ -421,7 +419,6 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in a converted layer.
@@ -444,11 +441,10 @@ def attend(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
-    asked = next((name for name in _UNKNOWN if others.get(name) is not None), None)
-    if dropout or output_attentions or asked:
-        what = asked or (f"dropout={dropout}" if dropout else "output_attentions")
+    asked = _unknown(dropout, others)
+    if asked is not None:
         raise ArgumentError(
-            f"{call}: {type(module).__name__} asks for {what}, which operators do not know. Use another "
+            f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use another "
             "attn_implementation for this model."
         )
     if scaling is not None and scaling != _scale(module):  # the layer has scaled its queries itself, in part
@@ -472,6 +468,89 @@ def attend(
     else:
         y = attention(query, key, value, operator, causal=bool(module.is_causal), key_padding_mask=real)  # type: ignore[arg-type]
     return read_out(module, operator, y.transpose(1, 2)), None
+
+
+def register() -> tuple[str, ...]:
+    """Make every mechanism known to transformers: ``from_pretrained(..., attn_implementation="zonal:squared_affine")``.
+
+    This is for operators that have nothing of their own to keep: no learned or drawn numbers, and no norm of what is
+    read out. A model that is loaded with another one says so when it is called; ``convert`` has a place for those.
+
+    Returns: the names that can be used.
+    """
+    usable = []
+    for name in mechanisms.names():
+        AttentionInterface.register(f"{NAME}:{name}", functools.partial(_attend_by_name, name))
+        AttentionMaskInterface.register(f"{NAME}:{name}", padding)
+        made = mechanisms.resolve(name)
+        if _kept(made) is None and _need(made, made.qk_dim or 0, True) is None:
+            usable.append(f"{NAME}:{name}")
+    return tuple(usable)
+
+
+def _attend_by_name(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of ``attn_implementation="zonal:<name>"``."""
+    call, asked = f"{NAME}:{name}", _unknown(dropout, others)
+    if asked is not None:
+        raise ArgumentError(f"{call}: {type(module).__name__} asks for {asked}, which operators do not know.")
+    operator = _named_operator(name, scaling, sliding_window)
+    causal = bool(module.is_causal)
+    need = _kept(operator) or _need(operator, query.shape[3], causal)
+    if need is not None:
+        raise ArgumentError(
+            f"{call}: the operator needs {need}. Load the model with its own attention, and call "
+            f"zonal.hf.convert(model, {name!r}) where this can be provided."
+        )
+    real = None if attention_mask is None else attention_mask.bool()
+    y = attention(query, key, value, operator, causal=causal, key_padding_mask=real)
+    assert isinstance(y, Tensor)
+    return y.transpose(1, 2), None
+
+
+@functools.lru_cache(maxsize=64)
+def _named_operator(name: str, scale: float | None, window: int | None) -> Operator:
+    """The operator of a name with what a layer says of its scale and window."""
+    return _fitted(mechanisms.resolve(name), scale, window)
+
+
+def _fitted(operator: Operator, scale: float | None, window: int | None) -> Operator:
+    """The operator with the scale of a layer, where it leaves that open, and with its window."""
+    if isinstance(operator.score, Dot) and operator.score.scale is None:
+        operator = operator.replace(score=dataclasses.replace(operator.score, scale=scale))
+    if window is not None and not any(isinstance(prior, Window) for prior in operator.prior):
+        operator = operator.replace(prior=(*operator.prior, Window(left=window - 1)))
+    return operator
+
+
+def _kept(operator: Operator) -> str | None:
+    """What of the operator a model would have to keep, or None."""
+    if operator.readout is not None:
+        return "a norm of what is read out"
+    if any(True for _ in operator.parameters()) or any(True for _ in operator.buffers()):
+        return "numbers of its own that are learned or drawn"
+    if operator.score != operator.for_heads(1, 1, dim=operator.qk_dim or _SOME_SIZE).score:
+        return "to be sized for the layer"
+    return None
+
+
+def _unknown(dropout: float, others: Mapping[str, Any]) -> str | None:
+    """What a model asks for and operators do not know, or None."""
+    if dropout:
+        return f"dropout={dropout}"
+    if others.get("output_attentions"):
+        return "output_attentions"
+    return next((name for name in _UNKNOWN if others.get(name) is not None), None)
 
 
 def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
@@ -524,4 +603,5 @@ __all__ = [
     "from_pretrained",
     "operators",
     "padding",
+    "register",
 ]
