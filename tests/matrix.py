@@ -43,6 +43,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "local_global": lambda: m.local_global(window=5),
     "local_global-hedgehog": lambda: m.local_global(window=4, far="hedgehog(size=6)"),
     "local_global-learned": lambda: m.local_global(window=1, far="squared_affine(learn_bias=True)", weight=0.3),
+    "local_global-first": lambda: m.local_global(window=3, first=2),
     "ridge": m.ridge,
     "ska-0": lambda: m.ska(power=0),
     "ska-1": lambda: m.ska(power=1),
@@ -175,7 +176,7 @@ RUNS = {
         "rewa_functional-linear", "sko-chunk",
     ),
     ("chunked", "streaming"): (
-        "local_global", "local_global-hedgehog", "local_global-learned",
+        "local_global", "local_global-hedgehog", "local_global-learned", "local_global-first",
         "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk",
         "kernel_ridge", "kernel_ridge-sko",
         "kernel_ridge-slay", "kernel_ridge-chunk",

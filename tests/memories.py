@@ -46,6 +46,7 @@ EXPECTED = {
     "local_global": "windowed",
     "local_global-hedgehog": "windowed",
     "local_global-learned": "windowed",
+    "local_global-first": "windowed",
     "ridge": "ridge",
     "ska-0": "ridge",
     "ska-1": "ridge",

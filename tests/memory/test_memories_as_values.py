@@ -102,7 +102,8 @@ def test_merge_is_associative(name: str) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", [name for name in NAMES if "window" not in name])
+# the first tokens of what is left are not to be had from sums
+@pytest.mark.parametrize("name", [name for name in NAMES if "window" not in name and name != "local_global-first"])
 def test_subtract_undoes_merge(name: str, padded: bool) -> None:
     op, tokens, q = operator(name), span(padded), queries()
     first, second = tokens.part(0, 8).into(empty(op)), tokens.part(8, TOKENS).into(empty(op))

@@ -90,7 +90,7 @@ def test_the_mass_of_a_sum_is_more_than_any_key_gives():
 
 
 NO_EVIDENCE = {"sko", "sko-fractional", "sko-reproducing", "sko-chunk", "sko-chebyshev", "retention"}
-NO_EVIDENCE |= {"local_global", "local_global-hedgehog", "local_global-learned"}
+NO_EVIDENCE |= {"local_global", "local_global-hedgehog", "local_global-learned", "local_global-first"}
 
 
 @pytest.mark.parametrize("name", NAMES)

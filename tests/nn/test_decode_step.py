@@ -18,6 +18,7 @@ LAYERS: dict[str, Callable[[], nn.TokenMixer]] = {
     "softmax": lambda: nn.Attention(DIM, 4, "softmax", rotary=True, conv=3),
     "window": lambda: nn.Attention(DIM, 4, m.softmax(prior=zonal.prior.Window(6)), rotary=True),
     "squared_affine": lambda: nn.Attention(DIM, 4, "squared_affine", kv_heads=2),
+    "local_global": lambda: nn.Attention(DIM, 4, m.local_global(3, first=2), kv_heads=2, rotary=True),
     "sko": lambda: nn.Attention(DIM, 4, "sko"),
     "retention": lambda: nn.Attention(DIM, 4, "retention"),
     "ska": lambda: nn.Attention(DIM, 4, "ska", rotary=True, init="default"),

@@ -41,10 +41,11 @@ class Far:
     """The far kernel of an anchor with a window (``LocalGlobal``): weight * l'(S') of pairs at a distance of the window
     or more.
 
-    bound: its score and link, with the anchor Row. weight: (H or 1,).
+    The first keys of a sequence are not in it. bound: its score and link, with the anchor Row. weight: (H or 1,).
     """
 
     window: int
+    first: int
     bound: Bound
     weight: Tensor
 

@@ -53,14 +53,16 @@ def evidence(
     """K with its prior, (B, H, T, S), and a mask of allowed pairs that broadcasts to it.
 
     For a link in log space it is log K. Forbidden pairs are 0, or -inf for log K. With an anchor that has a window, K
-    is the far kernel for all but the last real keys, as many as the window has, up to the query.
+    is the far kernel but for the last real keys up to the query, as many as the window has, and the first ones.
     """
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
     block = kernel(bound, coefficients, q, k)
     if bound.far is not None:
-        distance = visibility.distance(block.device)
-        block = torch.where(distance >= bound.far.window, _log_far(bound.far, q, k), block)
+        far = visibility.distance(block.device) >= bound.far.window
+        if bound.far.first:
+            far = far & (visibility.place(block.device) >= bound.far.first)
+        block = torch.where(far, _log_far(bound.far, q, k), block)
     mask = visibility.tile(0, queries, 0, keys, block.device)
     visible = mask if mask is not None else torch.ones(1, 1, queries, keys, dtype=torch.bool, device=block.device)
     prior = bias.tile(0, queries, 0, keys, visibility.position, block.dtype)

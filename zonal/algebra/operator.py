@@ -322,7 +322,7 @@ class Operator(nn.Module):
             coefficients=anchor.link.coefficients(of("link_")), score_params=of("score_"), anchor_params={},
             log_decay=None, slopes=None,
         )  # fmt: skip
-        return Far(anchor.window, bound, anchor.factor(params))
+        return Far(anchor.window, anchor.first, bound, anchor.factor(params))
 
     def _coefficients(self, heads: int, kv_heads: int) -> Tensor:
         if self.anchor.solves and kv_heads != heads:

@@ -296,6 +296,17 @@ class Visibility:
         rank = torch.nn.functional.pad(self.key_mask.long().cumsum(-1), (1, 0))
         return (rank[:, (position + 1).clamp_min(0), None] - rank[:, None, 1:])[:, None]
 
+    def place(self, device: torch.device) -> Tensor:
+        """How many real keys of its document come before each key, (B or 1, 1, 1, S) int64."""
+        keys = torch.arange(self.keys)
+        start = torch.zeros_like(keys)
+        if self.edges is not None:
+            start = self.edges[torch.bucketize(keys, self.edges[1:], right=True)]
+        if self.key_mask is None:
+            return (keys - start).to(device)[None, None, None]
+        rank = torch.nn.functional.pad(self.key_mask.long().cumsum(-1), (1, 0))
+        return (rank[:, :-1] - rank[:, start.to(device)])[:, None, None]
+
     def count(self, device: torch.device) -> Tensor:
         """How many keys each query sees, (B or 1, 1, T) int64."""
         lo, hi = self.lo.to(device), torch.maximum(self.hi, self.lo).to(device)

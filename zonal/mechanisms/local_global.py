@@ -34,6 +34,7 @@ def local_global(
     far: str = "squared_affine",
     weight: float = 1.0,
     learn_weight: bool = True,
+    first: int = 0,
     scale: float | None = None,
     d_qk: int | None = None,
 ) -> Operator:
@@ -52,7 +53,8 @@ def local_global(
     and of keys), "performer", "slay" or "linear". It sees queries and keys divided by D^(1/4).
     weight: initial value of the factor g of the far kernel; learn_weight: learn one factor per head. To convert a
     trained model start it small, such as 0.02, and train the far features on the outputs of the model's attention.
-    scale: s, None = D^-1/2. d_qk: size of queries and keys in a layer.
+    first: how many of the first keys of a sequence count as in the window for all queries. Trained models often attend
+    strongly to the first tokens, whatever they are. scale: s, None = D^-1/2. d_qk: size of queries and keys in a layer.
 
     Raises: ArgumentError for numbers out of range, and for a far kernel that may be negative, has no finite features,
     or is normalised otherwise. Source: Zhang et al. 2024 (LoLCATs).
@@ -69,7 +71,7 @@ def local_global(
     operator = Operator(
         Dot(scale=scale),
         Exp(),
-        LocalGlobal(window, score, made.link, weight, learn_weight),
+        LocalGlobal(window, score, made.link, weight, learn_weight, first),
         name="local_global",
         qk_dim=d_qk,
     )

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal import device_memory
@@ -28,10 +29,11 @@ class WindowedSums(Memory):
 
     tokens: the last w real ones of each sequence, with prepared keys as they came; sequences with fewer have padding
     before them. state: (B, Hkv, m, P + 1) float32 or better, the sums S = sum phi(k) [v, 1]^T over all earlier ones.
-    padding: (B,) how many of ``count`` tokens were padding. They are passed over.
+    padding: (B,) how many of ``count`` tokens were padding. They are passed over. opening: where the operator keeps the
+    first tokens, those of them that have left the window, real ones first; else None.
 
     merge(a, b) is the memory of the tokens of a and then of b, and is associative. subtract takes out a beginning,
-    subtract(merge(a, b), a) = b.
+    subtract(merge(a, b), a) = b; with an opening only where what is left fits into the window.
     """
 
     kind: ClassVar[str] = "windowed"
@@ -40,6 +42,7 @@ class WindowedSums(Memory):
     tokens: Tokens
     state: Tensor
     padding: Tensor
+    opening: Tokens | None = None
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
@@ -47,11 +50,12 @@ class WindowedSums(Memory):
         size = torch.Size(shape).numel() * dtype.itemsize
         what = f"sums over {shape[2]} features for {form.batch} sequences of {form.heads} heads"
         device_memory.require("Memory", what, size, form.device, "Use fewer features or a smaller batch.")
-        width = operator.score.width(form.key_dim)
-        k = torch.empty(form.batch, form.heads, 0, width, dtype=key_dtype(operator, form), device=form.device)
-        v = torch.empty(form.batch, form.heads, 0, form.value_dim, dtype=form.dtype, device=form.device)
         state = torch.zeros(shape, dtype=dtype, device=form.device)
-        return cls(operator, form, 0, Tokens(k, v), state, torch.zeros_like(state[:, 0, 0, 0], dtype=torch.int64))
+        padding = torch.zeros(form.batch, dtype=torch.int64, device=form.device)
+        first = _far(operator, form).first
+        absent = torch.zeros(form.batch, first, dtype=torch.bool, device=form.device)
+        opening = _padding(operator, form, first)._replace(mask=absent) if first else None
+        return cls(operator, form, 0, _padding(operator, form, 0), state, padding, opening)
 
     @property
     def reach(self) -> int:
@@ -62,42 +66,50 @@ class WindowedSums(Memory):
         if tokens.length == 0:
             return self
         held = packed(self.followed(tokens))[0]
-        return self.after(tokens, held, self.with_terms(held.span(0, max(held.length - self.reach, 0))))
+        return self.after(tokens, held, *self.left(held))
 
     def followed(self, tokens: Tokens) -> Tokens:
         """The kept tokens and then new ones, in the types of this memory."""
         k, v = tokens.k.to(key_dtype(self.operator, self.form)), tokens.v.to(self.form.dtype)
         return joined(self.tokens, tokens._replace(k=k, v=v))
 
-    def after(self, tokens: Tokens, held: Tokens, state: Tensor) -> "WindowedSums":
-        """The memory after more tokens. held: the kept ones and these, ``packed``; state: the sums over all but the
-        last w of them."""
+    def after(self, tokens: Tokens, held: Tokens, opening: Tokens | None, state: Tensor) -> "WindowedSums":
+        """The memory after more tokens. held: the kept ones and these, ``packed``; opening, state: what is kept of all
+        but the last w of them."""
         absent = tokens.padded()
         padding = self.padding if absent is None else self.padding + absent
         kept, state = _last(held, self.reach), state.to(self.state)
-        return replace(self, count=self.count + tokens.length, tokens=kept, state=state, padding=padding)
+        return replace(
+            self, count=self.count + tokens.length, tokens=kept, state=state, padding=padding, opening=opening
+        )
+
+    def left(self, held: Tokens) -> tuple[Tokens | None, Tensor]:
+        """The opening and the sums when all but the last w of packed tokens have left the window."""
+        leaving = held.span(0, max(held.length - self.reach, 0))
+        if self.opening is None or leaving.length == 0 or self.opened:
+            return self.opening, self.with_terms(leaving)
+        found = opened(self.opening, leaving, self.opening.length)
+        return found.opening, self.with_terms(found.rest)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the opening is known to be complete. A traced graph has no answers that depend on values."""
+        mask = None if self.opening is None else self.opening.mask
+        return mask is not None and not torch.compiler.is_compiling() and bool(mask.all())
 
     def with_terms(self, tokens: Tokens) -> Tensor:
         """The sums with the terms of tokens that have left the window."""
         if tokens.length == 0:
             return self.state
-        far = far_of(self.operator.bind(self.form.heads, self.form.heads))
         k, v = with_mass(True, tokens, self.form.statistics)
-        return plus(self.state, far.keys(k), v, features_of(self.operator, self.form.key_dim))
+        keys = _far(self.operator, self.form).keys(k)
+        return plus(self.state, keys, v, features_of(self.operator, self.form.key_dim))
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         wide = q.to(torch.promote_types(q.dtype, self.form.statistics))
-        batch, heads, queries, _ = q.shape
-        held = self.tokens.silent()
-        if held.length == 0:
-            return q.new_zeros(batch, heads, queries, self.form.value_dim)
-        rows = wide.reshape(batch, bound.kv_heads, -1, wide.shape[-1])
-        score = rows @ held.k.to(wide).mT
-        if held.key_bias is not None:
-            score = score + held.key_bias.to(score).unsqueeze(2)
-        if held.mask is not None:
-            score = score.masked_fill(~held.mask[:, None, None], float("-inf"))
-        near = State(*(x.view(batch, heads, queries, -1) for x in near_sums(score, held.v.to(wide))))
+        if self.tokens.length == 0:
+            return q.new_zeros(*q.shape[:3], self.form.value_dim)
+        near = met(wide, joined(self.opening, self.tokens))
         far, features = far_of(bound), features_of(self.operator, self.form.key_dim)
         asked = far.queries(wide)
         beyond = total_of(asked, self.state, features, far.bound)
@@ -108,11 +120,12 @@ class WindowedSums(Memory):
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, WindowedSums)
-        held = packed(joined(self.tokens, other.tokens))[0]
-        state = self.with_terms(held.span(0, max(held.length - self.reach, 0))) + other.state
+        between = self.tokens if other.opening is None else joined(self.tokens, other.opening)
+        held = packed(joined(between, other.tokens))[0]
+        opening, state = self.left(held)
         return replace(
-            self, count=self.count + other.count, tokens=_last(held, self.reach), state=state,
-            padding=self.padding + other.padding,
+            self, count=self.count + other.count, tokens=_last(held, self.reach), state=state + other.state,
+            padding=self.padding + other.padding, opening=opening,
         )  # fmt: skip
 
     def without(self, other: Memory) -> Memory:
@@ -122,15 +135,23 @@ class WindowedSums(Memory):
             raise ArgumentError(
                 "Memory.subtract: the other memory holds more padding than this one; it is no part of it."
             )
+        if other.count == 0:
+            return self
         real, kept = count - padding, self.tokens.span(max(self.tokens.length - count, 0), self.tokens.length)
         place = torch.arange(kept.length, 0, -1, device=real.device)
         if bool((real < kept.length).any()):  # of these the first are the other's
             theirs = place > real[:, None]
             kept = kept._replace(mask=~theirs if kept.mask is None else kept.mask & ~theirs)
         # with no more tokens than the window has, the sums are those of none
-        some = (real > self.reach)[:, None, None, None]
-        state = torch.where(some, self.state - other.with_terms(other.tokens), 0)
-        return replace(self, count=count, tokens=kept.map(torch.clone), state=state, padding=padding)
+        some = real > self.reach
+        if self.opening is not None and bool(some.any()):
+            raise ArgumentError(
+                f"Memory.subtract: operator {self.operator.name!r} keeps the first tokens of a sequence, and those of "
+                "what is left are in the sums. Name spans as they come, and forget them."
+            )
+        state = torch.where(some[:, None, None, None], self.state - other.with_terms(other.tokens), 0)
+        blank = self.start(self.operator, self.form)
+        return replace(blank, count=count, tokens=kept.map(torch.clone), state=state, padding=padding)
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
@@ -151,8 +172,8 @@ class WindowedSums(Memory):
         return replace(self, count=self.count - spare, tokens=_unmasked(held), padding=self.padding - spare)
 
     def copied(self) -> Self:
-        tokens = self.tokens.map(torch.clone)
-        return replace(self, tokens=tokens, state=self.state.clone(), padding=self.padding.clone(), parts=())
+        kept = {"tokens": self.tokens.map(torch.clone), "state": self.state.clone(), "padding": self.padding.clone()}
+        return replace(self, **kept, opening=None if self.opening is None else self.opening.map(torch.clone), parts=())
 
     def bytes_at(self, length: int) -> int:
         form = self.form
@@ -160,33 +181,55 @@ class WindowedSums(Memory):
         token = form.heads * (width + form.value_dim * form.dtype.itemsize)
         token += 0 if self.tokens.mask is None else 1
         token += 0 if self.tokens.key_bias is None else form.heads * self.tokens.key_bias.element_size()
-        return self.state.nbytes + self.padding.nbytes + form.batch * min(length, self.reach) * token
+        constant = self.state.nbytes + self.padding.nbytes + (0 if self.opening is None else self.opening.nbytes)
+        return constant + form.batch * min(length, self.reach) * token
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**self.tokens.named(), "state": self.state, "padding": self.padding}
+        opening = {} if self.opening is None else self.opening.named()
+        opening = {f"opening.{name}": x for name, x in opening.items()}
+        return {**self.tokens.named(), "state": self.state, "padding": self.padding, **opening}
 
     @classmethod
     def restored(
         cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
     ) -> Self:
-        held = Tokens(**{name: x for name, x in tensors.items() if name not in ("state", "padding")})
-        n, state, padding = held.length, tensors["state"], tensors["padding"]
-        by_head, dtype = (form.batch, form.heads, n), key_dtype(operator, form)
-        width = operator.score.width(form.key_dim)
-        expected = ((*by_head, width), (*by_head, form.value_dim), (form.batch, n), by_head, by_head)
-        fits = all(x is None or tuple(x.shape) == shape for x, shape in zip(held, expected, strict=True))
-        fits = fits and tuple(state.shape) == _state_shape(operator, form) and tuple(padding.shape) == (form.batch,)
-        if not fits or (held.k.dtype, padding.dtype) != (dtype, torch.int64):
+        first = {name.removeprefix("opening."): x for name, x in tensors.items() if name.startswith("opening.")}
+        held = Tokens(**{name: x for name, x in tensors.items() if name in ("k", "v", "mask", "key_bias")})
+        opening, state, padding = Tokens(**first) if first else None, tensors["state"], tensors["padding"]
+        fits = tuple(state.shape) == _state_shape(operator, form) and tuple(padding.shape) == (form.batch,)
+        fits = fits and padding.dtype == torch.int64 and _fit(held, operator, form)
+        fits = fits and (opening is None or (_fit(opening, operator, form) and opening.mask is not None))
+        if not fits:
             raise ValueError("the tensors do not have the shapes of the header")
-        if n > operator.anchor.window or held.log_decay is not None:
-            raise ValueError(f"a window of {operator.anchor.window} tokens is declared and {n} are there")
-        return cls(operator, form, count, held, state, padding)
+        reach, kept = operator.anchor.window, 0 if opening is None else opening.length
+        if held.length > reach or kept != _far(operator, form).first:
+            raise ValueError(f"a window of {reach} tokens is declared, and {held.length} and {kept} are there")
+        return cls(operator, form, count, held, state, padding, opening)
 
 
 def _state_shape(operator: Operator, form: Form) -> tuple[int, int, int, int]:
-    far = far_of(operator.bind(form.heads, form.heads))
-    size = features_of(operator, form.key_dim).dimension(far.width(operator.score.width(form.key_dim)))
-    return form.batch, form.heads, size, form.value_dim + 1
+    width = _far(operator, form).width(operator.score.width(form.key_dim))
+    return form.batch, form.heads, features_of(operator, form.key_dim).dimension(width), form.value_dim + 1
+
+
+def _padding(operator: Operator, form: Form, count: int) -> Tokens:
+    """Tokens of zeros."""
+    shape, width = (form.batch, form.heads, count), operator.score.width(form.key_dim)
+    k = torch.zeros(*shape, width, dtype=key_dtype(operator, form), device=form.device)
+    return Tokens(k, torch.zeros(*shape, form.value_dim, dtype=form.dtype, device=form.device))
+
+
+def _fit(tokens: Tokens, operator: Operator, form: Form) -> bool:
+    """Whether tokens have the shapes and the type of a memory's."""
+    by_head = (form.batch, form.heads, tokens.length)
+    shapes = (*by_head, operator.score.width(form.key_dim)), (*by_head, form.value_dim), (form.batch, tokens.length)
+    alike = all(x is None or tuple(x.shape) == y for x, y in zip(tokens, (*shapes, None, by_head), strict=True))
+    return alike and tokens.k.dtype == key_dtype(operator, form)
+
+
+def _far(operator: Operator, form: Form) -> Far:
+    """The far kernel with numbers for key heads."""
+    return far_of(operator.bind(form.heads, form.heads))
 
 
 def far_of(bound: Bound) -> Far:
@@ -202,6 +245,30 @@ def packed(tokens: Tokens) -> tuple[Tokens, Tensor | None]:
         return tokens, None
     order = torch.argsort(tokens.mask.to(torch.uint8), dim=1, stable=True)
     return tokens.map(lambda x: taken(x, order)), order
+
+
+class Leaving(NamedTuple):
+    """Tokens that leave a window. opening: the first real ones of a sequence, those that had left it before among
+    them. place: (B, n) of each of these among the leaving ones, below 0 for earlier ones. rest: the leaving ones, with
+    those of the opening as padding.
+    """
+
+    opening: Tokens
+    place: Tensor
+    rest: Tokens
+
+
+def opened(opening: Tokens | None, leaving: Tokens, first: int) -> Leaving:
+    """The first tokens of a sequence, as many as ``first``, of an earlier opening and tokens that leave the window."""
+    before = 0 if opening is None else opening.length
+    # where nothing is padding, later ones are not among the first
+    some = leaving if leaving.mask is not None else leaving.span(0, min(first, leaving.length))
+    both = joined(opening, some.with_mask())
+    assert both.mask is not None
+    order = torch.argsort((~both.mask).to(torch.uint8), dim=1, stable=True)[:, :first]
+    left = (both.mask & (both.mask.cumsum(1) > first))[:, before:]
+    rest = F.pad(left, (0, leaving.length - some.length), value=True)
+    return Leaving(both.map(lambda x: taken(x, order)), order - before, leaving._replace(mask=rest))
 
 
 def taken(x: Tensor, index: Tensor) -> Tensor:
@@ -224,6 +291,21 @@ def _last(held: Tokens, count: int) -> Tokens:
 
 def _unmasked(held: Tokens) -> Tokens:
     return held._replace(mask=None) if held.mask is not None and bool(held.mask.all()) else held
+
+
+def met(q: Tensor, held: Tokens, seen: Tensor | None = None) -> State:
+    """Sums over kept tokens: prepared q (B, H, T, D). seen: (B, T, n) which of them each query sees, None = all."""
+    held = held.silent()
+    batch, heads, queries, dim = q.shape
+    score = (q.reshape(batch, held.k.shape[1], -1, dim) @ held.k.to(q).mT).view(batch, heads, queries, -1)
+    if held.key_bias is not None:
+        score = score + held.key_bias.to(score).repeat_interleave(heads // held.k.shape[1], 1).unsqueeze(2)
+    if held.mask is not None:
+        seen = held.mask[:, None] if seen is None else seen & held.mask[:, None]
+    if seen is not None:
+        score = score.masked_fill(~seen[:, None], float("-inf"))
+    by_key_head = score.view(batch, held.k.shape[1], -1, score.shape[-1])
+    return State(*(x.view(batch, heads, queries, -1) for x in near_sums(by_key_head, held.v.to(q))))
 
 
 def near_sums(score: Tensor, v: Tensor) -> State:
@@ -254,4 +336,4 @@ def merged(near: State, beyond: Tensor, weight: Tensor, least: Tensor | None = N
     return torch.where(whole > 0, total / torch.where(whole > 0, whole, 1), whole)
 
 
-__all__ = ["WindowedSums", "far_of", "merged", "near_sums", "packed", "taken"]
+__all__ = ["Leaving", "WindowedSums", "far_of", "merged", "met", "near_sums", "opened", "packed", "taken"]

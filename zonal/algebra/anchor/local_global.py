@@ -2,8 +2,9 @@
 
 With w = ``window`` and the far kernel F_ts = weight * l'(S'_ts) of the declared score S' and link l',
 
-    W_ts = K_ts / Z_t  for t - s < w,    W_ts = F_ts / Z_t  for t - s >= w,
-    Z_t = sum_{t-w<s<=t} K_ts + sum_{s<=t-w} F_ts.
+    W_ts = K_ts / Z_t  for t - s < w or s < first,    W_ts = F_ts / Z_t  for all other s <= t - w,
+
+and Z_t the sum of these K_ts and F_ts.
 
 The far kernel has finitely many features, F_ts = phi(q_t) . phi(k_s), so that everything before the window is kept as
 sums over keys. Score and link of the operator are those of the window. The far kernel belongs to the anchor because it
@@ -24,14 +25,15 @@ _SCORE, _LINK = Cosine(), SquaredAffine()
 
 @dataclass(frozen=True)
 class LocalGlobal(Anchor):
-    """``Row`` over two kernels: that of the operator for the last ``window`` keys, a far kernel for all earlier ones.
+    """``Row`` over two kernels: that of the operator for the last ``window`` keys and the first few, a far kernel for
+    all between them.
 
     The far kernel sees x_t = D^(1/4) q_t and z_s = D^(-1/4) k_s of queries and keys as the operator's score prepares
     them. Their dot product is the score in the window, and for ``Dot`` they are q and k divided by D^(1/4).
 
-    window: w, how many of the last keys have the operator's own kernel; a query counts its own key. score, link: of the
-    far kernel, a polynomial of a dot product that is never negative. weight: the initial value of its factor;
-    learn_weight: learn one factor per head, through its logarithm.
+    window: w, how many of the last keys have the operator's own kernel; a query counts its own key. first: how many of
+    the first keys have it for all queries. score, link: of the far kernel, a polynomial of a dot product that is never
+    negative. weight: the initial value of its factor; learn_weight: learn one factor per head, through its logarithm.
 
     Raises: ArgumentError for numbers out of range, and for a far kernel that may be negative or has no finite features.
     """
@@ -44,9 +46,11 @@ class LocalGlobal(Anchor):
     link: Link = _LINK
     weight: float = 1.0
     learn_weight: bool = True
+    first: int = 0
 
     def __post_init__(self) -> None:
         require_whole("LocalGlobal: window", self.window)
+        require_whole("LocalGlobal: first", self.first, 0)
         require_positive("LocalGlobal: weight", self.weight)
         score, link = self.score, self.link
         require(
@@ -100,8 +104,9 @@ class LocalGlobal(Anchor):
             "sums before the window",
             "hence the keys of the window and sums over all earlier keys carry all of the past",
         )
+        opening = f" and the first {self.first}" if self.first else ""
         text = (
-            f"the last {self.window} keys weigh by the score and link of the operator, earlier ones by "
+            f"the last {self.window} keys{opening} weigh by the score and link of the operator, all others by "
             f"{type(self.link).__name__} of {type(self.score).__name__}"
         )
         return (self.move("restriction", "window and sums", text, sums), *Row().moves())

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.anchor import State
+from zonal.algebra.anchor import Row, State
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call, check_memory, tail
 from zonal.execution.paths import tile
@@ -30,7 +30,7 @@ from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
 from zonal.memory import Memory, Tokens, WindowedSums
 from zonal.memory.sums import least_of, with_mass
-from zonal.memory.windowed import far_of, merged, near_sums, packed, taken
+from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, taken
 
 _FEWEST = 32
 """Queries of a block of torch's window: with fewer, blocks repeat most of their keys."""
@@ -39,14 +39,16 @@ _FEWEST = 32
 class _Placed(NamedTuple):
     """The tokens of a run, with the padding of each sequence before them.
 
-    q: of the queries, the last of the tokens. held: keys and values before the call and its own. earlier: how many of
-    them have left the window after the run. memory: what came before, None = nothing. place: (B, T) where the result of
-    each query stands, None = in order.
+    q: of the queries, the last of the tokens. held: keys and values before the call and its own. far: those of them
+    that have left the window after the run and are summed up. opening: the first tokens that have left it, where they
+    keep the kernel of the window. memory: what came before, None = nothing. place: (B, T) where the result of each
+    query stands, None = in order.
     """
 
     q: Tensor
     held: Tokens
-    earlier: int
+    far: Tokens
+    opening: Leaving | None
     memory: WindowedSums | None
     place: Tensor | None
 
@@ -70,8 +72,6 @@ def refusal(call: Call) -> Reason:
 
 
 def _unfit(call: Call) -> Reason:
-    if call.key_bias is not None:
-        return "key biases are not in it"
     if call.held is not None and call.held.kind != "windowed":
         return f"a memory of kind {call.held.kind!r} is not in it"
     if 0 in call.shape[2:4]:
@@ -110,15 +110,23 @@ def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None
     if memory is None:
         return y, None
     assert isinstance(memory, WindowedSums)
-    return y, memory.after(call.new_tokens, placed.held, memory.state if state is None else state)
+    opening = memory.opening if placed.opening is None else placed.opening.opening
+    return y, memory.after(call.new_tokens, placed.held, opening, memory.state if state is None else state)
 
 
 def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     bound, (batch, heads, queries, _, dim, value_dim) = call.bound, call.shape
     beyond, state = placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
-    if placed.earlier:
+    level = None
+    if placed.far.length:
         beyond, state = _summed(call, placed)
         beyond = beyond * far_of(bound).weight.to(beyond).view(1, -1, 1, 1)
+    if placed.opening is not None:
+        exact = _opened(call, placed, placed.opening)
+        height = exact.top.clamp_min(0)
+        beyond = beyond * (-height).exp()
+        beyond = beyond + (exact.top - height).exp() * torch.cat([exact.total, exact.mass], -1)
+        level = height.squeeze(-1)
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
     if fused is None or call.raw is None or placed.moved:
         fused, q, k, v = Fused(False, 1.0), placed.q, placed.held.k.to(placed.q), placed.held.v.to(placed.q)
@@ -127,7 +135,9 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     code = tile.code_of(bound.link)
     assert code is not None
     scale = tile.scale_of(fused, heads, q.device)
-    inputs = WindowInputs(q, k, v, scale, tile.rows_of(call, code), beyond, placed.held.mask)
+    bias = placed.held.key_bias
+    col = None if bias is None else bias.repeat_interleave(bound.groups, 1)
+    inputs = WindowInputs(q, k, v, scale, tile.rows_of(call, code), beyond, level, placed.held.mask, col)
     spec = TileSpec(code, "row", fused.normalise, left=call.tags.window - 1, inference=not recorded(inputs))
     return local_global(inputs, spec)[0], state
 
@@ -138,7 +148,7 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     code, features = tile.code_of(far.bound.link), feature_map(far.bound.link)
     assert code is not None
     assert features is not None
-    keys = placed.held.span(0, placed.earlier)
+    keys = placed.far
     fused = far.bound.score.fused(call.shape[4], far.bound.score_params, None)
     if fused is not None and fused.normalise:  # the same for vectors of any length
         q, k = placed.q, keys.k.to(placed.q)
@@ -153,7 +163,7 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     before = None if initial is None or memory is None else initial.new_full((q.shape[0],), memory.count).double()
     scale = tile.scale_of(fused, rows.shape[0], q.device)
     v = F.pad(keys.v.to(placed.q), (0, 1), value=1.0)
-    given = SumsInputs(q, k, v, scale, rows, monomials, initial, before)
+    given = SumsInputs(q, k, v, scale, rows, monomials, initial, before, key_bias=keys.key_bias)
     spec = SumsSpec(
         code, features.degree, features.lowest, "raw", fused.normalise, memory is not None,
         learned=beyond.coefficients.shape[0],
@@ -166,8 +176,11 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
 
 
 def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
+    near = _banded(call, placed)
+    if placed.opening is not None:
+        near = Row().combine(near, _opened(call, placed, placed.opening), log=True)
     beyond, state, least = _scanned(call, placed)
-    return merged(_banded(call, placed), beyond, far_of(call.bound).weight, least), state
+    return merged(near, beyond, far_of(call.bound).weight, least), state
 
 
 def _placed(call: Call) -> _Placed:
@@ -182,25 +195,36 @@ def _placed(call: Call) -> _Placed:
         # what stands at padding is any query, and its result is not used
         q = taken(q, (order[:, first:] - first).clamp_min(0))
         place = (order.argsort(1)[:, first:] - first).clamp_min(0)
-    return _Placed(q, held, max(held.length - call.tags.window, 0), memory, place)
+    far, opening, first = held.span(0, max(held.length - call.tags.window, 0)), None, far_of(call.bound).first
+    if first and far.length:
+        opening = opened(None if memory is None else memory.opening, far, first)
+        far = opening.rest
+    return _Placed(q, held, far, opening, memory, place)
+
+
+def _opened(call: Call, placed: _Placed, opening: Leaving) -> State:
+    """Sums over the first tokens, for queries whose window they have left."""
+    queries, held = call.shape[2], placed.held.length
+    until = torch.arange(held - queries, held, device=opening.place.device) - call.tags.window
+    return met(placed.q, opening.opening, opening.place[:, None] <= until[:, None])
 
 
 def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Sums before the window, (B, H, T, P + 1), with a memory the state after the keys that have left it, and the
     smallest sums that are trusted."""
     far, memory, (batch, heads, queries, _, _, value_dim) = far_of(call.bound), placed.memory, call.shape
-    if not placed.earlier:
+    if not placed.far.length:
         return placed.q.new_zeros(batch, heads, queries, value_dim + 1), None, None
     features = feature_map(far.bound.link)
     assert features is not None
     dtype = placed.q.dtype if memory is None else torch.promote_types(placed.q.dtype, memory.form.statistics)
-    k, v = with_mass(True, placed.held.span(0, placed.earlier), dtype)
-    late = min(queries, placed.earlier)
+    k, v = with_mass(True, placed.far, dtype)
+    late = min(queries, placed.far.length)
     q, k = far.queries(placed.q[:, :, queries - late :].to(dtype)), far.keys(k)
     state = None if memory is None or memory.count == 0 else memory.state.to(v)
-    shape = batch, heads, placed.earlier, k.shape[3], v.shape[3]
+    shape = batch, heads, placed.far.length, k.shape[3], v.shape[3]
     job = Job(
-        features, far.bound.link, Rule(True, True, None, placed.earlier - late), far.bound.groups,
+        features, far.bound.link, Rule(True, True, None, placed.far.length - late), far.bound.groups,
         block_size(features, shape, memory is None), memory is not None,
     )  # fmt: skip
     total, final = scan(q, k, v, far.bound.coefficients.to(q), None, state, job)
