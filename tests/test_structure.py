@@ -347,6 +347,7 @@ FOREIGN = {
     ("zonal.hf.context", "**options"),
     ("zonal.hf.distil", "**others"),
     ("zonal.hf.modeling", "**others"),
+    ("zonal.hf.attending", "**others"),
     ("zonal.hf.swap", "**others"),
     ("zonal.names", "**given"),
 }

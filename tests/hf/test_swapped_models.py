@@ -19,7 +19,7 @@ import zonal
 from zonal import Operator, hf
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.hf import swap
+from zonal.hf import attending
 from zonal.nn import rewa
 
 
@@ -99,7 +99,7 @@ def test_padding_and_windows() -> None:
     model, x = made(sliding_window=4)
     hf.convert(model)
     real = torch.arange(9) >= torch.tensor([[0], [3]])
-    mask = swap.padding(
+    mask = attending.padding(
         q_length=9,
         kv_length=9,
         q_offset=0,
@@ -111,14 +111,18 @@ def test_padding_and_windows() -> None:
     wanted = reference(model, x, real, left=3)
     assert torch.allclose(model(x, mask.long(), sliding_window=4)[real], wanted[real], atol=1e-5)
     # what a window's cache holds: the last keys, and the mask of those
-    cut = swap.padding(q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True)
+    cut = attending.padding(
+        q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True
+    )
     assert cut is None
-    cut = swap.padding(q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True)
+    cut = attending.padding(
+        q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True
+    )
     assert torch.equal(cut, real[:, 2:])
-    assert swap.padding(q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
+    assert attending.padding(q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
     for wrong in ({"allow_is_causal_skip": False}, {"kv_length": 32}, {}):
         with pytest.raises(ArgumentError, match="packed position_ids, an overlay"):
-            swap.padding(
+            attending.padding(
                 **{
                     "q_length": 9,
                     "kv_length": 9,
@@ -206,7 +210,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="layers of self-attention is required, received Linear"):
         hf.convert(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="Layer has no operator"):
-        swap.attend(model.layers[0], x, x, x, None)
+        attending.attend(model.layers[0], x, x, x, None)
     hf.convert(model)
     for given, words in (
         ({"softcap": 30.0}, "asks for softcap"), ({"s_aux": x}, "asks for s_aux"),
@@ -216,8 +220,8 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArgumentError, match=words):
             model(x, **given)
     q, k, v = torch.randn(3, 2, 4, 9, 6).unbind(0)
-    halved = swap.attend(model.layers[0], q, k[:, :2], v[:, :2], None, scaling=0.15)[0]
-    assert torch.equal(halved, swap.attend(model.layers[0], q / 2, k[:, :2], v[:, :2], None, scaling=0.3)[0])
+    halved = attending.attend(model.layers[0], q, k[:, :2], v[:, :2], None, scaling=0.15)[0]
+    assert torch.equal(halved, attending.attend(model.layers[0], q / 2, k[:, :2], v[:, :2], None, scaling=0.3)[0])
     four = torch.ones(2, 1, 9, 9)
     with pytest.raises(
         ArgumentError,

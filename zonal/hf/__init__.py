@@ -18,9 +18,11 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from zonal.hf.attending import register
 from zonal.hf.cache import MemoryCache, ZonalCache
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.context import ContextMemory, Document
+from zonal.hf.layers import operators
 from zonal.hf.modeling import (
     ZonalForCausalLM,
     ZonalForImageClassification,
@@ -28,7 +30,7 @@ from zonal.hf.modeling import (
     ZonalForSequenceClassification,
     ZonalModel,
 )
-from zonal.hf.swap import convert, from_pretrained, operators, register
+from zonal.hf.swap import convert, from_pretrained
 
 AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
 AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)

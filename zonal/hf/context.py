@@ -11,8 +11,8 @@ from torch import Tensor
 from zonal import store
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf.cache import MemoryCache, OperatorCache, ZonalCache
+from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
-from zonal.hf.swap import operators
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.nn.memory import load_memories
 

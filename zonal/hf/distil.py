@@ -28,7 +28,10 @@ from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.hf import examine, swap
+from zonal.hf import examine
+from zonal.hf.attending import padding
+from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out
+from zonal.hf.swap import convert
 
 _TRANSFER = "zonal_transfer"
 _KIND = "state of a conversion"
@@ -111,15 +114,15 @@ class Transfer:
     name = "transfer"
 
     def __init__(self, model: Any) -> None:
-        self.model, self.layers = model, swap.layers_of("convert", model)
+        self.model, self.layers = model, layers_of("convert", model)
         self._errors: dict[int, float] = {}
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        for operator in swap.operators(model):
+        for operator in operators(model):
             operator.requires_grad_(True)
         self._places = {id(layer): index for index, layer in enumerate(self.layers)}
         AttentionInterface.register(_TRANSFER, self._attend)
-        AttentionMaskInterface.register(_TRANSFER, swap.padding)
+        AttentionMaskInterface.register(_TRANSFER, padding)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is learned, by name."""
@@ -133,7 +136,7 @@ class Transfer:
             with torch.no_grad():
                 self.model(tokens, use_cache=False, logits_to_keep=1)
         finally:
-            self.model.set_attn_implementation(swap.NAME)
+            self.model.set_attn_implementation(NAME)
         errors = [self._errors[index] for index in range(len(self.layers))]
         return {"error": sum(errors) / len(errors), "layers": errors}
 
@@ -145,11 +148,11 @@ class Transfer:
         prior = () if window is None else Window(left=window - 1)
         operator = mechanisms.softmax(scale=scaling, prior=prior)
         wanted = attention(q, k, v, operator, causal=True)
-        own = swap.operator_of(module)
+        own = operator_of(module)
         assert own is not None
         with torch.enable_grad():
             found = attention(q, k, v, own, causal=True)
-            found = swap.read_out(module, own, found.transpose(1, 2)).transpose(1, 2)
+            found = read_out(module, own, found.transpose(1, 2)).transpose(1, 2)
             error = (found - wanted).square().sum() / wanted.square().sum()
             if any(value.requires_grad for value in own.parameters()):
                 error.backward()
@@ -164,7 +167,7 @@ class Distillation:
 
     def __init__(self, model: Any, original: Any) -> None:
         self.model, self.original = model, original
-        learned = {id(value) for layer in swap.layers_of("convert", model) for value in layer.parameters()}
+        learned = {id(value) for layer in layers_of("convert", model) for value in layer.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in learned)
 
@@ -278,8 +281,8 @@ def harms(model: Any, windows: Tensor) -> list[float]:
     """By how many nats a token the loss on windows grows when one layer alone has its operator and all others have
     softmax, layer by layer.
     """
-    layers, own = swap.layers_of("convert", model), swap.operators(model)
-    exact = [swap.for_layer("convert", layer, "softmax") for layer in layers]
+    layers, own = layers_of("convert", model), operators(model)
+    exact = [for_layer("convert", layer, "softmax") for layer in layers]
     norms = [layer.readout for layer in layers]
     try:
         _put(layers, exact, [None] * len(layers))
@@ -305,9 +308,9 @@ def converted(original: Any, operator: str, chosen: Mapping[int, Mapping[str, Te
     chosen: the layers to convert, with what their operators and norms have learned; None = all, as they start.
     """
     model = copy.deepcopy(original)
-    swap.convert(model, operator, layers=None if chosen is None else list(chosen), cache="memory")
+    convert(model, operator, layers=None if chosen is None else list(chosen), cache="memory")
     for index, learned in (chosen or {}).items():
-        swap.layers_of("convert", model)[index].load_state_dict(dict(learned), strict=False)
+        layers_of("convert", model)[index].load_state_dict(dict(learned), strict=False)
     return model
 
 
@@ -319,7 +322,7 @@ def learned_by(model: Any) -> list[dict[str, Tensor]]:
             for name, value in layer.state_dict().items()
             if name.split(".")[0] in ("operator", "readout")
         }
-        for layer in swap.layers_of("convert", model)
+        for layer in layers_of("convert", model)
     ]
 
 

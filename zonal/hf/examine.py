@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from zonal.hf.cache import MemoryCache
-from zonal.hf.swap import NAME, operators
+from zonal.hf.layers import NAME, operators
 from zonal.memory import Memory
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory

@@ -5,14 +5,13 @@ function until training opens its gates. A converted model is of a class of its 
 its config. By this ``save_pretrained`` and the Auto classes know its operators.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -24,28 +23,27 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
-from zonal import mechanisms
-from zonal.algebra.metric import Product
-from zonal.algebra.operator import LEAK, Operator
-from zonal.algebra.prior import Decay, Window
-from zonal.algebra.score import Dot, NegativeDistance
-from zonal.attention import attention
+from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError, unknown_name
+from zonal.hf.attending import attend, padding
 from zonal.hf.cache import MemoryCache, start_generation
+from zonal.hf.layers import (
+    NAME,
+    Choice,
+    Layers,
+    check_caching,
+    chosen_of,
+    for_layer,
+    head_dim,
+    heads,
+    install,
+    layers_of,
+)
 from zonal.nn import rewa
-from zonal.nn.norm import RMSNorm
 
-NAME = "zonal"
-"""The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
 _CACHES = ("keys", "memory")
-_SOME_SIZE = 64  # of a head, a square as some scores need it
-# what models may hand to their attention and an operator has no place for
-_UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask", "cache")
-_SIZES = ("head_dim", "head_size", "attention_head_size")
-_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 # the Auto classes that load converted models
 _AUTO = (
     AutoModel,
@@ -54,10 +52,6 @@ _AUTO = (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-
-Make = Callable[[float], Operator]
-Choice = Operator | str | Make
-Layers = Sequence[int] | Mapping[int, Choice] | Callable[[int], Choice | None]
 
 
 def convert(
@@ -97,10 +91,10 @@ def convert(
     if cache not in _CACHES:
         raise unknown_name(call, "cache", cache, _CACHES)
     if cache == "memory":
-        _check_caching(call, found)
+        check_caching(call, found)
     made = [
         for_layer(call, layer, choice)
-        for layer, choice in zip(found, _chosen(call, operator, layers, len(found)), strict=True)
+        for layer, choice in zip(found, chosen_of(call, operator, layers, len(found)), strict=True)
     ]
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -111,7 +105,7 @@ def convert(
                 f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot "
                 "exchange. Models that follow its AttentionInterface are required."
             )
-    _install(found, made)
+    install(found, made)
     config: Any = model.config
     config.__class__ = converted_config(type(config))
     setattr(config, NAME, {"base": type(config).base, "operators": [own.config() for own in made], "cache": cache})
@@ -228,7 +222,7 @@ class _Converted:
                 f"{len(declared)}. Save the model again."
             )
         sized = zip(declared, layers, strict=True)
-        _install(layers, [own.for_heads(*_heads(layer), dim=_head_dim(layer)) for own, layer in sized])
+        install(layers, [own.for_heads(*heads(layer), dim=head_dim(layer)) for own, layer in sized])
         self.set_attn_implementation(NAME)  # type: ignore[attr-defined]
 
     def _prepare_cache_for_generation(
@@ -248,360 +242,8 @@ def _classes(auto: Any, kind: type[Any]) -> list[type[Any]]:
     return list(found) if isinstance(found, tuple | list) else [found]
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
-def operators(model: nn.Module) -> list[Operator]:
-    """The operators of a converted model, by layer.
-
-    Raises:
-        ArgumentError: the model was not converted.
-    """
-    found = [
-        own for module in model.modules() if hasattr(module, "layer_idx") and (own := operator_of(module)) is not None
-    ]
-    if not found:
-        raise ArgumentError(
-            f"hf.operators: a converted model is required, received {type(model).__name__}. Call "
-            "hf.convert(model) first, or load it with hf.from_pretrained."
-        )
-    return found
-
-
-def layers_of(call: str, model: nn.Module) -> list[Any]:
-    """The layers of self-attention, in their order."""
-    layers = [module for module in model.modules() if hasattr(module, "is_causal") and _head_dim(module) is not None]
-    if not layers or not isinstance(model, PreTrainedModel):
-        raise ArgumentError(
-            f"{call}: a model of transformers with layers of self-attention is required, received "
-            f"{type(model).__name__}."
-        )
-    if len({bool(layer.is_causal) for layer in layers}) > 1:
-        raise ArgumentError(
-            f"{call}: a decoder or an encoder is required; {type(model).__name__} has causal layers and others. "
-            "Convert its encoder or its decoder alone."
-        )
-    return layers
-
-
-def _check_caching(call: str, layers: Sequence[Any]) -> None:
-    """Raise ArgumentError unless layers can keep memories as a cache of transformers."""
-    numbers = [getattr(layer, "layer_idx", None) for layer in layers]
-    if numbers != list(range(len(layers))) or not layers[0].is_causal:
-        raise ArgumentError(
-            f"{call}: cache='memory' is for decoders whose layers are all attention, received layers {numbers} of "
-            f"{type(layers[0]).__name__}. Use cache='keys'."
-        )
-
-
-def _chosen(call: str, operator: Choice, layers: Layers | None, count: int) -> list[Choice]:
-    """What each of ``count`` layers is to get."""
-    if layers is None:
-        return [operator] * count
-    if callable(layers):
-        given = {index: choice for index in range(count) if (choice := layers(index)) is not None}
-    else:
-        given = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers, operator)
-    wrong = [index for index in given if not isinstance(index, int) or not 0 <= index < count]
-    if wrong or not given:
-        raise ArgumentError(
-            f"{call}: layers must name some of the layers 0 to {count - 1}, received {wrong or 'none'}. Leave layers "
-            "out for all."
-        )
-    return [given.get(index, "softmax") for index in range(count)]
-
-
-def _install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
-    for layer, own in zip(layers, operators, strict=True):
-        layer.operator = own
-        width = {"head": _head_dim(layer), "concat": _heads(layer)[0] * _head_dim(layer)}.get(own.readout or "")
-        layer.readout = None if width is None else RMSNorm(width).to(next(layer.parameters()).device)
-
-
-def operator_of(layer: Any) -> Operator | None:
-    """The operator of a converted layer, also where ``modules_to_save`` of peft has wrapped it."""
-    held: Any = getattr(layer, "operator", None)
-    copies = getattr(held, "modules_to_save", None)
-    if copies is not None:
-        active = [] if held.disable_adapters else held.active_adapters
-        held = copies[active[0]] if active else held.original_module
-    return held if isinstance(held, Operator) else None
-
-
-def _head_dim(layer: Any) -> Any:
-    """Numbers per head, which models call by three names."""
-    return next((size for name in _SIZES if isinstance(size := getattr(layer, name, None), int)), None)
-
-
-def _heads(layer: Any) -> tuple[int, int]:
-    """Of queries, and of keys and values."""
-    heads = layer.config.num_attention_heads
-    return heads, getattr(layer.config, "num_key_value_heads", None) or heads
-
-
-def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
-    config, scale, dim = layer.config, _scale(layer), _head_dim(layer)
-    if any(_rate(getattr(layer, name, 0.0)) for name in _DROPOUTS):
-        raise ArgumentError(
-            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the "
-            "config's dropout of attention to 0 first."
-        )
-    if getattr(layer, "attn_logit_softcapping", None) is not None:
-        raise ArgumentError(
-            f"{call}: {type(layer).__name__} caps its logits, which operators do not. Load the model with "
-            "attn_logit_softcapping=None first; its answers then differ a little, which training mends."
-        )
-    if isinstance(operator, str):
-        made = mechanisms.resolve(operator)
-    else:
-        made = operator if isinstance(operator, Operator) else operator(scale)
-    window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
-    made = _fitted(made, scale, window)
-    need = _need(made, dim, bool(layer.is_causal))
-    if need is not None:
-        raise ArgumentError(
-            f"{call}: operator {made.name!r} needs {need}. Use zonal.nn.Attention, which has it, or another operator."
-        )
-    made.check(call, dim)
-    try:
-        own = made.for_heads(*_heads(layer), dim=dim)
-    except ArgumentError as error:
-        raise ArgumentError(
-            f"{call}: operator {made.name!r} needs other queries and keys than those of {dim} numbers per head: {error}"
-        ) from error
-    for slot in own.sized_since(made):  # what they draw is this layer's own
-        own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
-    return own.to(next(layer.parameters()).device)
-
-
-def _need(operator: Operator, head_dim: int, causal: bool) -> str | None:
-    """What the operator asks of a layer and layers of transformers do not have, or None.
-
-    A norm of what is read out is provided (``readout``).
-    """
-    score = operator.score
-    if operator.anchor.couples and causal:
-        return f"a bidirectional layer, and this one is causal, which {LEAK}"
-    if operator.qk_dim not in (None, head_dim):
-        return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
-    if score.one_map:
-        return "one map that makes both queries and keys, and the layer has one for each"
-    if score.transports:
-        return "values that are carried from token to token, which the layer does not do"
-    if score.deaths:
-        return f"{score.deaths} deaths of its neighbourhood behind each query and key, which the layer does not compute"
-    if isinstance(score, NegativeDistance) and isinstance(score.metric, Product) and score.metric.adaptive:
-        return (
-            "logits of its own weights as the first numbers of each query, which the layer's map was not made "
-            "for and rotary positions turn"
-        )
-    if any(isinstance(prior, Decay) and prior.gated for prior in operator.prior):
-        return "a decay that each token sets by a gate of the layer's input, which transformers does not hand over"
-    return None
-
-
-def _rate(dropout: Any) -> float:
-    """The rate of a number or of a ``nn.Dropout``."""
-    return float(getattr(dropout, "p", dropout) or 0.0)
-
-
-def _scale(layer: Any) -> float:
-    """c, by which the layer multiplies its dot products."""
-    return float(getattr(layer, "scaling", _head_dim(layer) ** -0.5))
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in a converted layer.
-
-    Args:
-        query: (B, H, T, D).
-        key, value: (B, Hkv, S, ·), including cached tokens, unless a ``MemoryCache`` holds those.
-        attention_mask: the mask of ``padding``, (B, S), nonzero for a real token.
-
-    Returns: ((B, T, H, P), None).
-
-    Raises:
-        ArgumentError: the layer was not converted, or asks for something that operators do not support: dropout, soft
-            caps, the weights, or another mask.
-    """
-    call = "hf.attend"
-    operator = operator_of(module)
-    if operator is None:
-        raise ArgumentError(
-            f"{call}: {type(module).__name__} has no operator. Convert the model with "
-            "hf.convert(model), or load a saved one with hf.from_pretrained."
-        )
-    asked = _unknown(dropout, others)
-    if asked is not None:
-        raise ArgumentError(
-            f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use another "
-            "attn_implementation for this model."
-        )
-    if scaling is not None and scaling != _scale(module):  # the layer has scaled its queries itself, in part
-        query = query * (scaling / _scale(module))
-    own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
-    if sliding_window is not None and (own is None or own.left >= sliding_window):
-        raise ArgumentError(
-            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
-            "Window. Convert the model again."
-        )
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ArgumentError(
-            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape "
-            f"{tuple(attention_mask.shape)}."
-        )
-    real = None if attention_mask is None else attention_mask.bool()
-    past = MemoryCache.of_keys(key)
-    if past is not None:
-        cache, layer = past
-        y = cache.read(layer, operator, query, key, value, real)
-    else:
-        y = attention(query, key, value, operator, causal=bool(module.is_causal), key_padding_mask=real)  # type: ignore[arg-type]
-    return read_out(module, operator, y.transpose(1, 2)), None
-
-
-def register() -> tuple[str, ...]:
-    """Make every mechanism known to transformers: ``from_pretrained(..., attn_implementation="zonal:squared_affine")``.
-
-    This is for operators that have nothing of their own to keep: no learned or drawn numbers, and no norm of what is
-    read out. A model that is loaded with another one says so when it is called; ``convert`` has a place for those.
-
-    Returns: the names that can be used.
-    """
-    usable = []
-    for name in mechanisms.names():
-        AttentionInterface.register(f"{NAME}:{name}", functools.partial(_attend_by_name, name))
-        AttentionMaskInterface.register(f"{NAME}:{name}", padding)
-        made = mechanisms.resolve(name)
-        if _kept(made) is None and _need(made, made.qk_dim or 0, True) is None:
-            usable.append(f"{NAME}:{name}")
-    return tuple(usable)
-
-
-def _attend_by_name(
-    name: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of ``attn_implementation="zonal:<name>"``."""
-    call, asked = f"{NAME}:{name}", _unknown(dropout, others)
-    if asked is not None:
-        raise ArgumentError(f"{call}: {type(module).__name__} asks for {asked}, which operators do not know.")
-    operator = _named_operator(name, scaling, sliding_window)
-    causal = bool(module.is_causal)
-    need = _kept(operator) or _need(operator, query.shape[3], causal)
-    if need is not None:
-        raise ArgumentError(
-            f"{call}: the operator needs {need}. Load the model with its own attention, and call "
-            f"zonal.hf.convert(model, {name!r}) where this can be provided."
-        )
-    real = None if attention_mask is None else attention_mask.bool()
-    y = attention(query, key, value, operator, causal=causal, key_padding_mask=real)
-    assert isinstance(y, Tensor)
-    return y.transpose(1, 2), None
-
-
-@functools.lru_cache(maxsize=64)
-def _named_operator(name: str, scale: float | None, window: int | None) -> Operator:
-    """The operator of a name with what a layer says of its scale and window."""
-    return _fitted(mechanisms.resolve(name), scale, window)
-
-
-def _fitted(operator: Operator, scale: float | None, window: int | None) -> Operator:
-    """The operator with the scale of a layer, where it leaves that open, and with its window."""
-    if isinstance(operator.score, Dot) and operator.score.scale is None:
-        operator = operator.replace(score=dataclasses.replace(operator.score, scale=scale))
-    if window is not None and not any(isinstance(prior, Window) for prior in operator.prior):
-        operator = operator.replace(prior=(*operator.prior, Window(left=window - 1)))
-    return operator
-
-
-def _kept(operator: Operator) -> str | None:
-    """What of the operator a model would have to keep, or None."""
-    if operator.readout is not None:
-        return "a norm of what is read out"
-    if any(True for _ in operator.parameters()) or any(True for _ in operator.buffers()):
-        return "numbers of its own that are learned or drawn"
-    if operator.score != operator.for_heads(1, 1, dim=operator.qk_dim or _SOME_SIZE).score:
-        return "to be sized for the layer"
-    return None
-
-
-def _unknown(dropout: float, others: Mapping[str, Any]) -> str | None:
-    """What a model asks for and operators do not know, or None."""
-    if dropout:
-        return f"dropout={dropout}"
-    if others.get("output_attentions"):
-        return "output_attentions"
-    return next((name for name in _UNKNOWN if others.get(name) is not None), None)
-
-
-def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
-    """y (B, T, H, P) after the norm that the operator declares."""
-    if operator.readout is None:
-        return y
-    return layer.readout(y) if operator.readout == "head" else layer.readout(y.flatten(2)).unflatten(2, y.shape[2:])
-
-
-def padding(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = False,
-    allow_is_bidirectional_skip: bool = False,
-    **others: Any,
-) -> Tensor | None:
-    """The mask that transformers makes for converted layers: real tokens (B, S), or None if all are real. Operators
-    apply causality and windows themselves.
-
-    Raises:
-        ArgumentError: the mask is of another kind: packed sequences, overlays, or a cache with space for later tokens.
-    """
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip) or int(q_offset) + q_length != kv_offset + kv_length:
-        raise ArgumentError(
-            "hf.convert: a converted model takes its own causal or bidirectional mask, windows and "
-            "padding, and a cache that grows; received a mask of another kind (packed position_ids, an overlay) or a "
-            "static cache. Use one sequence per row, "
-            "with the default cache."
-        )
-    if attention_mask is None:
-        return None
-    seen = attention_mask[:, -kv_length:]
-    return None if bool(seen.all()) else seen
-
-
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, padding)
 AutoConfig.register(ConvertedConfig.model_type, ConvertedConfig)
 
-__all__ = [
-    "NAME",
-    "ConvertedConfig",
-    "attend",
-    "convert",
-    "converted_config",
-    "converted_model",
-    "from_pretrained",
-    "operators",
-    "padding",
-    "register",
-]
+__all__ = ["ConvertedConfig", "convert", "converted_config", "converted_model", "from_pretrained"]

@@ -1,0 +1,227 @@
+"""Layers of self-attention in models of transformers: finding them, and giving them operators that fit."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from zonal import mechanisms
+from zonal.algebra.metric import Product
+from zonal.algebra.operator import LEAK, Operator
+from zonal.algebra.prior import Decay, Window
+from zonal.algebra.score import Dot, NegativeDistance
+from zonal.errors import ArgumentError
+from zonal.nn.norm import RMSNorm
+
+NAME = "zonal"
+"""The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
+_SIZES = ("head_dim", "head_size", "attention_head_size")
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
+
+Make = Callable[[float], Operator]
+Choice = Operator | str | Make
+Layers = Sequence[int] | Mapping[int, Choice] | Callable[[int], Choice | None]
+"""What ``convert`` takes as ``layers``."""
+
+
+def operators(model: nn.Module) -> list[Operator]:
+    """The operators of a converted model, by layer.
+
+    Raises:
+        ArgumentError: the model was not converted.
+    """
+    found = [
+        own for module in model.modules() if hasattr(module, "layer_idx") and (own := operator_of(module)) is not None
+    ]
+    if not found:
+        raise ArgumentError(
+            f"hf.operators: a converted model is required, received {type(model).__name__}. Call "
+            "hf.convert(model) first, or load it with hf.from_pretrained."
+        )
+    return found
+
+
+def layers_of(call: str, model: nn.Module) -> list[Any]:
+    """The layers of self-attention, in their order."""
+    layers = [module for module in model.modules() if hasattr(module, "is_causal") and head_dim(module) is not None]
+    if not layers or not isinstance(model, PreTrainedModel):
+        raise ArgumentError(
+            f"{call}: a model of transformers with layers of self-attention is required, received "
+            f"{type(model).__name__}."
+        )
+    if len({bool(layer.is_causal) for layer in layers}) > 1:
+        raise ArgumentError(
+            f"{call}: a decoder or an encoder is required; {type(model).__name__} has causal layers and others. "
+            "Convert its encoder or its decoder alone."
+        )
+    return layers
+
+
+def check_caching(call: str, layers: Sequence[Any]) -> None:
+    """Raise ArgumentError unless layers can keep memories as a cache of transformers."""
+    numbers = [getattr(layer, "layer_idx", None) for layer in layers]
+    if numbers != list(range(len(layers))) or not layers[0].is_causal:
+        raise ArgumentError(
+            f"{call}: cache='memory' is for decoders whose layers are all attention, received layers {numbers} of "
+            f"{type(layers[0]).__name__}. Use cache='keys'."
+        )
+
+
+def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) -> list[Choice]:
+    """What each of ``count`` layers is to get."""
+    if layers is None:
+        return [operator] * count
+    if callable(layers):
+        given = {index: choice for index in range(count) if (choice := layers(index)) is not None}
+    else:
+        given = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers, operator)
+    wrong = [index for index in given if not isinstance(index, int) or not 0 <= index < count]
+    if wrong or not given:
+        raise ArgumentError(
+            f"{call}: layers must name some of the layers 0 to {count - 1}, received {wrong or 'none'}. Leave layers "
+            "out for all."
+        )
+    return [given.get(index, "softmax") for index in range(count)]
+
+
+def install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
+    """Give each layer its operator, and the norm that the operator declares."""
+    for layer, own in zip(layers, operators, strict=True):
+        layer.operator = own
+        width = {"head": head_dim(layer), "concat": heads(layer)[0] * head_dim(layer)}.get(own.readout or "")
+        layer.readout = None if width is None else RMSNorm(width).to(next(layer.parameters()).device)
+
+
+def operator_of(layer: Any) -> Operator | None:
+    """The operator of a converted layer, also where ``modules_to_save`` of peft has wrapped it."""
+    held: Any = getattr(layer, "operator", None)
+    copies = getattr(held, "modules_to_save", None)
+    if copies is not None:
+        active = [] if held.disable_adapters else held.active_adapters
+        held = copies[active[0]] if active else held.original_module
+    return held if isinstance(held, Operator) else None
+
+
+def head_dim(layer: Any) -> Any:
+    """Numbers per head, which models call by three names."""
+    return next((size for name in _SIZES if isinstance(size := getattr(layer, name, None), int)), None)
+
+
+def heads(layer: Any) -> tuple[int, int]:
+    """Of queries, and of keys and values."""
+    heads = layer.config.num_attention_heads
+    return heads, getattr(layer.config, "num_key_value_heads", None) or heads
+
+
+def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
+    """A copy of the operator, sized for a layer, with its scale and window.
+
+    Raises: ArgumentError for a layer that does more than operators know, and for an operator that does not fit.
+    """
+    config, scale, dim = layer.config, scale_of(layer), head_dim(layer)
+    if any(_rate(getattr(layer, name, 0.0)) for name in _DROPOUTS):
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the "
+            "config's dropout of attention to 0 first."
+        )
+    if getattr(layer, "attn_logit_softcapping", None) is not None:
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} caps its logits, which operators do not. Load the model with "
+            "attn_logit_softcapping=None first; its answers then differ a little, which training mends."
+        )
+    if isinstance(operator, str):
+        made = mechanisms.resolve(operator)
+    else:
+        made = operator if isinstance(operator, Operator) else operator(scale)
+    window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
+    made = fitted(made, scale, window)
+    lacking = need(made, dim, bool(layer.is_causal))
+    if lacking is not None:
+        raise ArgumentError(
+            f"{call}: operator {made.name!r} needs {lacking}. Use zonal.nn.Attention, which "
+            "has it, or another operator."
+        )
+    made.check(call, dim)
+    try:
+        own = made.for_heads(*heads(layer), dim=dim)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{call}: operator {made.name!r} needs other queries and keys than those of {dim} numbers per head: {error}"
+        ) from error
+    for slot in own.sized_since(made):  # what they draw is this layer's own
+        own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
+    return own.to(next(layer.parameters()).device)
+
+
+def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
+    """What the operator asks of a layer and layers of transformers do not have, or None.
+
+    A norm of what is read out is provided (``readout``).
+    """
+    score = operator.score
+    if operator.anchor.couples and causal:
+        return f"a bidirectional layer, and this one is causal, which {LEAK}"
+    if operator.qk_dim not in (None, head_dim):
+        return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
+    if score.one_map:
+        return "one map that makes both queries and keys, and the layer has one for each"
+    if score.transports:
+        return "values that are carried from token to token, which the layer does not do"
+    if score.deaths:
+        return f"{score.deaths} deaths of its neighbourhood behind each query and key, which the layer does not compute"
+    if isinstance(score, NegativeDistance) and isinstance(score.metric, Product) and score.metric.adaptive:
+        return (
+            "logits of its own weights as the first numbers of each query, which the layer's map was not made "
+            "for and rotary positions turn"
+        )
+    if any(isinstance(prior, Decay) and prior.gated for prior in operator.prior):
+        return "a decay that each token sets by a gate of the layer's input, which transformers does not hand over"
+    return None
+
+
+def _rate(dropout: Any) -> float:
+    """The rate of a number or of a ``nn.Dropout``."""
+    return float(getattr(dropout, "p", dropout) or 0.0)
+
+
+def scale_of(layer: Any) -> float:
+    """c, by which the layer multiplies its dot products."""
+    return float(getattr(layer, "scaling", head_dim(layer) ** -0.5))
+
+
+def fitted(operator: Operator, scale: float | None, window: int | None) -> Operator:
+    """The operator with the scale of a layer, where it leaves that open, and with its window."""
+    if isinstance(operator.score, Dot) and operator.score.scale is None:
+        operator = operator.replace(score=dataclasses.replace(operator.score, scale=scale))
+    if window is not None and not any(isinstance(prior, Window) for prior in operator.prior):
+        operator = operator.replace(prior=(*operator.prior, Window(left=window - 1)))
+    return operator
+
+
+def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
+    """y (B, T, H, P) after the norm that the operator declares."""
+    if operator.readout is None:
+        return y
+    return layer.readout(y) if operator.readout == "head" else layer.readout(y.flatten(2)).unflatten(2, y.shape[2:])
+
+
+__all__ = [
+    "NAME",
+    "Choice",
+    "Layers",
+    "check_caching",
+    "chosen_of",
+    "fitted",
+    "for_layer",
+    "head_dim",
+    "heads",
+    "install",
+    "layers_of",
+    "need",
+    "operator_of",
+    "operators",
+    "read_out",
+    "scale_of",
+]
