@@ -3,7 +3,8 @@
     python tests/mutants/run.py [--out results/mutants.json] [--resume] [--cache FOLDER] [--named-only] [NAME …]
 
 Only the fast tier is run, which is what `make test` runs. A fault is killed when one of its tests fails that passes
-without it. One that its own tests let live is run against the whole fast tier, unless --named-only.
+without it. The test that killed it when --out was written is tried first, then all of its own tests. A fault that these
+let live is run against the whole fast tier, unless --named-only.
 The record is written after each fault. --resume keeps what it holds of faults that were killed and have not changed
 since, and runs the others. The exit status is 1 when a fault survives, does not apply, or leaves nothing to run.
 """
@@ -32,6 +33,8 @@ SECONDS = 1800
 FAST = ("-m", "not full and not wheel")
 # the tests of the table itself fail where a fault has taken the place of its old text
 EVERYTHING = ("tests", "--ignore", "tests/mutants")
+# pytest's exit status where a named test is not there, or is not in the fast tier
+NOTHING = (4, 5)
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -79,9 +82,12 @@ def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def judged(mutant: Mutant, commit: str, tree: Path, cache: Path, sound: dict[str, bool], named_only: bool) -> Outcome:
-    """Put a fault in, run tests, and take it out again. sound: tests that are known to pass, or not, without any
-    fault.
+def judged(
+    mutant: Mutant, commit: str, tree: Path, cache: Path, sound: dict[str, bool], groups: Sequence[tuple[str, ...]]
+) -> Outcome:
+    """Put a fault in, run groups of tests until one fails, and take it out again.
+
+    sound: tests that are known to pass, or not, without any fault.
     """
     started, file = time.perf_counter(), tree / mutant.file
     before = file.read_text(encoding="utf-8")
@@ -94,13 +100,13 @@ def judged(mutant: Mutant, commit: str, tree: Path, cache: Path, sound: dict[str
         after = mutant.applied(tree)
     except ValueError as error:
         return outcome("unusable", reason=str(error))
-    for arguments in (mutant.tests,) if named_only else (mutant.tests, EVERYTHING):
+    for arguments in groups:
         try:
             file.write_text(after, encoding="utf-8")
             code, words = pytest(tree, cache, *arguments)
         finally:
             file.write_text(before, encoding="utf-8")
-        if code == 0:
+        if code == 0 or (code in NOTHING and arguments != groups[-1]):
             continue
         found = FAILED.search(words)
         if code != 1 or found is None:
@@ -116,13 +122,19 @@ def judged(mutant: Mutant, commit: str, tree: Path, cache: Path, sound: dict[str
     return outcome("survived")
 
 
-def kept(out: Path, table: Sequence[Mutant]) -> dict[str, Outcome]:
+def kept(out: Path | None, table: Sequence[Mutant]) -> dict[str, Outcome]:
     """Faults of the table that a record says were killed, by name."""
-    if not out.exists():
+    if out is None or not out.exists():
         return {}
     now = {mutant.name: mutant.digest for mutant in table}
     found = [Outcome(**each) for each in json.loads(out.read_text(encoding="utf-8"))["outcomes"] if "digest" in each]
     return {each.name: each for each in found if each.status == "killed" and now.get(each.name) == each.digest}
+
+
+def groups_of(mutant: Mutant, before: Outcome | None, named_only: bool) -> list[tuple[str, ...]]:
+    """The tests to run against a fault, in order: the one that killed it before, its own, and all."""
+    first = [(before.test,)] if before is not None and before.test is not None else []
+    return [*first, mutant.tests, *([] if named_only else [EVERYTHING])]
 
 
 def write(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -160,14 +172,16 @@ def main() -> int:
     if chosen.resume and chosen.out is None:
         parser.error("--resume needs the record to go on with: --out FILE")
     console, sound = Console(), {}
-    known = kept(chosen.out, every) if chosen.resume else {}
+    before = kept(chosen.out, every)
+    known = dict(before) if chosen.resume else {}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with tempfile.TemporaryDirectory(prefix="zonal-mutants-") as folder, Progress(*columns, console=console) as bar:
         left = [mutant for mutant in table if mutant.name not in known]
         tree, task = copied(Path(folder)), bar.add_task("", total=len(left))
         for mutant in left:
             bar.update(task, description=mutant.name)
-            found = judged(mutant, commit, tree, chosen.cache.resolve(), sound, chosen.named_only)
+            groups = groups_of(mutant, before.get(mutant.name), chosen.named_only)
+            found = judged(mutant, commit, tree, chosen.cache.resolve(), sound, groups)
             known[mutant.name] = found
             if chosen.out is not None:
                 write(chosen.out, [known[each.name] for each in every if each.name in known])

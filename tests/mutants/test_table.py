@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from mutants.run import Outcome, kept, write
+from mutants.run import EVERYTHING, Outcome, groups_of, kept, write
 from mutants.table import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,3 +40,10 @@ def test_a_record_that_is_gone_on_with_keeps_what_was_killed(tmp_path: Path) -> 
     ]
     write(out, outcomes)
     assert kept(out, TABLE) == {first.name: outcomes[0]}
+
+
+def test_the_test_that_killed_a_fault_is_tried_first() -> None:
+    fault = TABLE[0]
+    before = Outcome(fault.name, "abc", fault.digest, fault.says, "killed", "tests/a.py::test", 1.0)
+    assert groups_of(fault, before, named_only=True) == [("tests/a.py::test",), fault.tests]
+    assert groups_of(fault, None, named_only=False) == [fault.tests, EVERYTHING]
