@@ -18,6 +18,7 @@ from zonal import mechanisms as m
 from zonal.errors import NonFiniteError
 from zonal.execution.call import prepare
 from zonal.execution.paths import ridge as ridge_path
+from zonal.execution.paths.steps import RidgeSteps
 from zonal.kernels import native as native_kernels
 from zonal.memory import FadingStatistics
 
@@ -163,6 +164,55 @@ def test_pieces_over_a_memory_are_the_whole(power: int, kind: str) -> None:
     whole = everything(operator, tensors, masks, "dense")[0]
     assert (got[0] - whole).abs().max() < 1e-5 * whole.abs().max().clamp_min(1)
     assert_near(got, truth)
+
+
+CUTS = {"one by one": tuple(range(61)), "some at once": (0, 7, 23, 24, 40, 56, 60)}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize(("power", "kind"), [(0, "slow"), (1, "gates"), (2, "bursts"), (1, "strong"), (0, "none")])
+@torch.no_grad()
+def test_steps_equal_the_definition(power: int, kind: str, cuts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that hand on a memory, and a decoder's, by the compiled kernel; both leave the memory that torch would."""
+    operator, (q, k, v, decay) = randomised(m.ska(power=power, fading=True)).float(), sample(kind, tokens=60)[0]
+    double, (a, b, c) = exact(operator, [q, k, v])
+    expected = zonal.attention(a, b, c, double, causal=True, log_decay=decay, path="dense")
+    called: list[int] = []
+    original = RidgeSteps.run
+    monkeypatch.setattr(RidgeSteps, "run", lambda *given: called.append(given[1].shape[2]) or original(*given))
+    empty = Memory.empty(operator, 2, 2, q.shape[3], 3)
+    memory, decoder, parts, steps = empty, empty.decoder(), [], []
+    for start, stop in itertools.pairwise(CUTS[cuts]):
+        q_, k_, v_, now = (x[:, :, start:stop] for x in (q, k, v, decay))
+        y, memory = zonal.attention(
+            q_, k_, v_, operator, causal=True, log_decay=now, memory=memory, path="streaming"
+        )  # fmt: skip
+        parts.append(y)
+        steps.append(decoder.step(q_, k_, v_, log_decay=now))
+    assert len(called) >= 2 * (len(CUTS[cuts]) - 1)
+    for found in (parts, steps):
+        assert (torch.cat(found, 2) - expected).abs().max() < 1e-5 * expected.abs().max()
+    absorbed = empty.absorb(k, v, log_decay=decay).tensors()
+    for left in (memory, decoder.memory()):
+        assert left.count == 60
+        for name, value in left.tensors().items():
+            assert torch.allclose(value.double(), absorbed[name].double(), rtol=1e-5, atol=1e-5), name
+
+
+@torch.no_grad()
+def test_many_steps_do_not_drift() -> None:
+    """Hundreds of nats pass, and the inverse is only updated: what is read is what the sums of all tokens give."""
+    operator, tokens = m.ska(power=1, fading=True), 900
+    (q, k, v, decay), _ = sample("gates", tokens=tokens, batch=1, r=6)
+    decay[:, 0] = math.log(0.6)
+    decoder = Memory.empty(operator, 1, 2, 6, 3).decoder()
+    for t in range(tokens):
+        now = slice(t, t + 1)
+        y = decoder.step(q[:, :, now], k[:, :, now], v[:, :, now], log_decay=decay[:, :, now])
+    a, b, c = (x.double() for x in (q, k, v))
+    expected = zonal.attention(a, b, c, copy.deepcopy(operator).double(), causal=True, log_decay=decay, path="chunked")
+    assert (y - expected[:, :, -1:]).abs().max() < 1e-5 * expected[:, :, -1:].abs().max()
+    assert decoder.memory().inverse.age == tokens  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["none", "slow", "gates"])

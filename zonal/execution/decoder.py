@@ -7,7 +7,8 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, lowered, prepare, spread, weighted
+from zonal.execution.call import Call, check_memory, checked, lowered, prepare, spread, weighted
+from zonal.execution.mask import log_decay_of
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
 from zonal.memory import Decoder, Memory, Tokens
@@ -32,16 +33,22 @@ class StepDecoder(Decoder):
         self._devices = devices_of(memory.operator)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
-        steps = self._steps if given is NOTHING else None
+        steps = self._steps if given is NOTHING or self._only_decays(given) else None
         if steps is None or torch.is_autocast_enabled(self._device) or not steps.takes(q, k, v, scale):
             q, k, v = lowered("Decoder.step", q, k, v)
             q, k = spread(q, k, v)
             if steps is not None and not steps.takes(q, k, v, scale):
                 steps = None
-        y = None if steps is None else steps.step(q, k, v)
+        y, decay = None, given.log_decay
+        if steps is not None and decay is not None:
+            checked(q, k, v, None, decay, None)
+            decay = log_decay_of(steps.bound, k, None, decay)
+        if steps is not None:
+            y = steps.step(q, k, v, decay)
         if y is not None:
             if self._held.parts:
-                self._held = self._held.recorded(self._held, prepared(self.operator, self.form, k, v))
+                tokens = prepared(self.operator, self.form, k, v, log_decay=given.log_decay)
+                self._held = self._held.recorded(self._held, tokens)
             return y
         with torch.autocast(q.device.type, enabled=False):
             self._check(q, k, v)
@@ -50,6 +57,11 @@ class StepDecoder(Decoder):
                 log_decay=given.log_decay, key_bias=given.key_bias,
             )  # fmt: skip
             return self._planned(weighted(call, given.action_mask, given.key_gate, self.count))
+
+    def _only_decays(self, given: Given) -> bool:
+        """Whether a step is given log decays, which its memory has, and nothing else."""
+        decays = given.log_decay is not None and self.operator.tags.decays
+        return decays and all(x is None for x in given._replace(log_decay=None))
 
     def memory(self) -> Memory:
         return self._held if self._steps is None else replace(self._steps.memory(), parts=self._held.parts)

@@ -31,7 +31,8 @@ from zonal.execution.paths import (
 from zonal.execution.paths.dense import dense
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
-from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics
+from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory
+from zonal.memory.ridge import GramStatistics
 
 Result = tuple[Tensor, Memory | None]
 """y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
@@ -202,7 +203,7 @@ def _summed(call: Call) -> Result:
 
 def _read_out(call: Call) -> Result:
     memory = call.memory
-    assert memory is None or isinstance(memory, RidgeStatistics | FadingStatistics)
+    assert memory is None or isinstance(memory, GramStatistics)
     return ridge.chunked(call, memory, return_memory=memory is not None)
 
 

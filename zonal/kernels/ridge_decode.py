@@ -23,7 +23,8 @@ class Stepper:
     """The kernel with what stays from token to token. It may be used by several threads.
 
     shape: (B, H, Hkv, r, P). moves: whether any power is above 0. scale (H,) float64 and powers (H,) int64: of the
-    queries. limit: longer keys are shortened to it (0: none). include_self: whether a query sees its own key.
+    queries. limit: longer keys are shortened to it (0: none). include_self: whether a query sees its own key. ridge:
+    (Hkv,) float64 where the past fades, else None.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -36,15 +37,18 @@ class Stepper:
         powers: Tensor,
         limit: float,
         include_self: bool,
+        ridge: Tensor | None = None,
     ) -> None:
-        self.shape, self._kept = shape, (scale, powers)
-        self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
+        self.shape, self._kept = shape, (scale, powers, ridge)
+        self._moves, self._include_self = moves, include_self
+        self._width = 2 * shape[3] + shape[4] + (0 if ridge is None else shape[3] + 2)
         heads = (shape[1],)
         self._rules = (limit, address(scale, torch.float64, heads), address(powers, torch.int64, heads))
+        self._ridge = address(ridge, torch.float64, shape[2:3])
         self._function = FAMILY.load().zonal_ridge_step
 
     def places(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Where gram, cross, inverse, shift, first and last lie, each checked; 0 for None."""
+        """Where gram, cross, inverse, shift, first, last and level lie, each checked; 0 for None."""
         batch, _, kv_heads, dim, value_dim = self.shape
         pair = batch, kv_heads
         shapes = (
@@ -52,6 +56,7 @@ class Stepper:
             (*pair, value_dim, dim),
             (*pair, dim, dim),
             (*pair, dim, dim),
+            (*pair, dim),
             (*pair, dim),
             (*pair, dim),
         )
@@ -67,15 +72,18 @@ class Stepper:
         count: int,
         padding: Tensor,
         after: tuple[Tensor | None, ...] | None,
+        decay: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """y (B, H, T, P) in the type of q, and the tokens' rows (T, B, Hkv, 2 r + P); None if they went to ``after``.
+        """y (B, H, T, P) in the type of q, and the tokens' rows (T, B, Hkv, width); None if they went to ``after``.
 
         None in place of both when the environment says ZONAL_KERNELS=off. The kernel reads the variable itself, ten
         times faster than ``os.environ``.
 
-        q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), of one of ``DTYPES`` and of at most 16 tokens.
+        q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), of one of ``DTYPES`` and of at most 16 tokens; without any,
+        the late rows go to ``after``. decay (B, Hkv, T): their log rates, float64, where the past fades.
         sums: addresses of gram (B, Hkv, r, r), cross (B, Hkv, P, r), inverse (B, Hkv, r, r), and for powers above 0 of
-        shift (B, Hkv, r, r), first and last (B, Hkv, r), float64 and contiguous, else 0.
+        shift (B, Hkv, r, r), first and last (B, Hkv, r), float64 and contiguous, else 0; of level (B, Hkv, r) where the
+        past fades.
         late: addresses of the fewer than ``LATE`` rows that follow them.
         count: tokens of the sums, of which padding (B,) int64 are not real.
         """
@@ -84,14 +92,15 @@ class Stepper:
         if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
-        rows = empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
+        rows = empty(tokens, batch, kv_heads, self._width, dtype=torch.float64) if after is None else None
         y, dtype = empty(batch, heads, tokens, value_dim, dtype=q.dtype), q.dtype
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True),
             address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
             address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, batch, heads,
             kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
-            self._include_self, *self._rules, *sums, *(_NONE[:6] if after is None else self.places(after)), count,
+            self._include_self, *self._rules, self._ridge, address(decay, torch.float64, (batch, kv_heads, tokens)),
+            *sums, *(_NONE[:7] if after is None else self.places(after)), count,
             address(padding, torch.int64, (batch,)), len(late), *late, *_NONE[len(late) :],
             0 if rows is None else rows.data_ptr(), y.data_ptr(),
         )  # fmt: skip

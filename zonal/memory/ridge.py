@@ -109,7 +109,7 @@ class GramStatistics(Summed):
     gram G (r, r); cross C (P, r). For powers past 0 also shift M (r, r), last (r), the last key, and first (r), the
     first key, faded as everything is. peak (B, Hkv): the largest z.z, when the ridge follows it. level D (r), where the
     past fades: what is left of the ridge in each direction. inverse: derived from the sums at the
-    first read. Absorbing a few tokens updates it in O(r^2) each, but not where the past fades.
+    first read. Absorbing a few tokens updates it in O(r^2) each; where the past fades only a decoder's steps keep it.
 
     With the rate l_t = e^{g_t} of token t: G <- l_t G + z z^T, M <- l_t M + z_t z_{t-1}^T, C <- l_t C + v z^T, and
     D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1. The ridge is rho diag(D), to which each step gives back in one
@@ -199,6 +199,7 @@ class GramStatistics(Summed):
             first=None if self.first is None else self.first * keep,
             seams=tuple(seam._replace(right=seam.right * keep) for seam in self.seams),
             total=self.total + log_decay,
+            inverse=None,
         )
 
     def added(self, other: Summed) -> Self:
@@ -295,7 +296,8 @@ class GramStatistics(Summed):
         """P = (G + the ridge)^-1, kept for the next read unless gradients flow through it or it is traced.
 
         Where the past fades it is made at each read. An inverse that is updated per token is divided by each rate, and
-        so is its rounding: after 30 nats of decay nothing of it is left.
+        so is what its rounding has left unsymmetric: after 30 nats of decay nothing of it is left. The compiled steps
+        of a decoder keep it symmetric, and update theirs.
         """
         if self.fades or torch.compiler.is_compiling():  # a graph cannot ask whether the kept one is of these values
             return self.made(bound)
@@ -320,6 +322,7 @@ class GramStatistics(Summed):
         inverse, n = self.inverse, z.shape[2]
         if (
             inverse is None
+            or self.fades
             or torch.compiler.is_compiling()
             or anchor_of(self.operator).moving
             or 2 * n > self.gram.shape[-1]
@@ -359,7 +362,7 @@ class GramStatistics(Summed):
 
     @property
     def derived_bytes(self) -> int:
-        return 0 if self.fades else self.gram.numel() * self.gram.element_size()
+        return 0 if self.fades and self.inverse is None else self.gram.numel() * self.gram.element_size()
 
 
 class RidgeStatistics(GramStatistics):

@@ -16,7 +16,8 @@ from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
-from zonal.memory import FadingStatistics, Memory, RidgeStatistics
+from zonal.memory import Memory
+from zonal.memory.ridge import GramStatistics
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
@@ -57,9 +58,7 @@ def cuda_refusal(call: Call) -> Reason:
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
-def chunked(
-    call: Call, memory: RidgeStatistics | FadingStatistics | None, *, return_memory: bool
-) -> tuple[Tensor, Memory | None]:
+def chunked(call: Call, memory: GramStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
     """y (B, H, T, P) for a call that is not refused, and if asked the memory that follows ``memory``.
 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On

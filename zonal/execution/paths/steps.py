@@ -18,6 +18,7 @@ from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
 from zonal.features import feature_map
+from zonal.kernels.abi import empty
 from zonal.kernels.decode import DTYPES, DecodeSpec
 from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
@@ -26,12 +27,17 @@ from zonal.kernels.op import plain
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
-from zonal.memory import RidgeStatistics
 from zonal.memory.inverse import REMAKE, Inverse, ridge_version
+from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums as MemorySums
 from zonal.memory.sums import fading
 from zonal.memory.whitened import width_of
 
+MOST_FADED = 12.0
+"""After more nats of decay than this in one call torch's steps of ridge statistics run: what is left is too small for
+updates.
+"""
+_SETTLE = 6.0  # nats of decay after which pending updates of ridge statistics are added to the sums
 MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``sums``) shares more work between them."""
 _FEW = 64
@@ -44,7 +50,7 @@ def sums_refusal(call: Call, kind: str) -> Reason:
 
 def ridge_refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
-    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge"))
+    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge", "fading"))
 
 
 def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
@@ -52,7 +58,7 @@ def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
         return "a call that is traced or transformed needs operations of torch"
     if kind not in wanted:
         return f"a memory of kind {kind!r} is not in it"
-    other = other_ridge(call) if kind == "ridge" else tile.other_anchor(call)
+    other = other_ridge(call) if kind in ("ridge", "fading") else tile.other_anchor(call)
     if other:
         return other
     if call.chunk is not None:
@@ -236,8 +242,8 @@ class SumsSteps(Compiled):
 
 
 class Sums(NamedTuple):
-    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r,
-    r), first and last key (B, Hkv, r).
+    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), for powers past 0 shift (B, Hkv, r, r),
+    first and last key (B, Hkv, r), and level (B, Hkv, r) where the past fades.
     """
 
     gram: Tensor
@@ -246,27 +252,15 @@ class Sums(NamedTuple):
     shift: Tensor | None
     first: Tensor | None
     last: Tensor | None
+    level: Tensor | None
 
     def contiguous(self) -> "Sums":
         """The same, each in one piece."""
         return Sums(*(None if x is None else x.contiguous() for x in self))  # type: ignore[arg-type]
 
-    def updated(self, rows: list[Tensor], begun: Tensor) -> "Sums":
-        """With pending updates: rows (T, B, Hkv, 2 r + P) of key z, value v, and P z / sqrt(1 + z . P z) with the
-        inverse P before z.
-
-        begun (B,): whether the sums held a token before.
-        """
-        if not rows:
-            return self
-        dim, value_dim = self.gram.shape[-1], self.cross.shape[-2]
-        z, v, half = torch.cat(rows).permute(1, 2, 0, 3).split([dim, value_dim, dim], -1)
-        gram, cross, inverse = self.gram + z.mT @ z, self.cross + v.mT @ z, self.inverse - half.mT @ half
-        if self.shift is None or self.first is None or self.last is None:
-            return Sums(gram, cross, inverse, None, None, None)
-        earlier = torch.cat([self.last.unsqueeze(2), z[:, :, :-1]], 2)
-        first = torch.where(begun[:, None, None], self.first, z[:, :, 0])
-        return Sums(gram, cross, inverse, self.shift + z.mT @ earlier, first, z[:, :, -1].clone())
+    def like(self) -> "Sums":
+        """Sums for which there is memory and no numbers yet."""
+        return Sums(*(None if x is None else torch.empty_like(x) for x in self))  # type: ignore[arg-type]
 
 
 class RidgeSteps(Compiled):
@@ -279,7 +273,7 @@ class RidgeSteps(Compiled):
     Raises: BuildError when the kernel does not compile.
     """
 
-    def __init__(self, call: Call, memory: RidgeStatistics) -> None:
+    def __init__(self, call: Call, memory: GramStatistics) -> None:
         super().__init__(call)
         bound, anchor, self._clipped = call.bound, cast(Ridge, call.bound.anchor), clipped_of(call)
         batch, kv_heads, _, value_dim = self.sizes
@@ -290,53 +284,67 @@ class RidgeSteps(Compiled):
         powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64)
         with torch.no_grad():
             scale = query_scale(call, anchor, clipped).contiguous()
-            self._stepper = Stepper(shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.include_self)
+            rho = anchor.ridge(bound.anchor_params, kv_heads).double().contiguous() if memory.fades else None
+            self._stepper = Stepper(
+                shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.include_self, rho
+            )
             self._version, inverse = ridge_version(call.operator), memory.inverse
             if inverse is None or inverse.version != self._version:
                 inverse = Inverse(memory.solved(bound), 0, self._version)
-        self._before, self._padding = memory, memory.padding.contiguous()
-        self._settled(
-            Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last).contiguous(),
-            memory.count, inverse.age,
-        )  # fmt: skip
+        self._before, self._padding, self._total = memory, memory.padding.contiguous(), memory.total
+        self._declared = None if bound.log_decay is None else bound.log_decay.double().view(1, -1, 1)
+        sums = memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last, memory.level
+        self._settled(Sums(*sums).contiguous(), memory.count, inverse.age)
 
     def _settled(self, sums: Sums, count: int, age: int) -> None:
         """From now on these are the sums, of ``count`` tokens, and nothing is pending."""
-        self._sums, self._count, self._age = sums, count, age
+        self._sums, self._count, self._age, self._faded = sums, count, age, 0.0
         self._places = self._stepper.places(sums)
         self._rows: list[Tensor] = []
         self._rows_at: tuple[int, ...] = ()
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off or too much fades, and nothing has
+        changed. log_decay: (B or 1, Hkv, T); None: as the operator declares it.
+        """
         if self._clipped is not None:
-            return self.run(q, multiplied(k, self._clipped), v)
-        return self.run(*self.prepared(q, k, v))
+            return self.run(q, multiplied(k, self._clipped), v, log_decay)
+        return self.run(*self.prepared(q, k, v), log_decay)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""
         if self._clipped is None:
             q, k = self._before.featured(q), self._before.featured(k)
         if q.dtype not in RIDGE_DTYPES:
             q, k, v = q.float(), k.float(), v.float()
-        tokens, pending, after = q.shape[2], len(self._rows_at), None
+        tokens, pending, after, faded = q.shape[2], len(self._rows_at), None, 0.0
+        if self._total is not None:
+            given = self._declared if log_decay is None else log_decay.double()
+            assert given is not None
+            log_decay = given.expand(q.shape[0], -1, tokens).contiguous()
+            faded = -float(log_decay.sum(-1).amin())
+            if faded > MOST_FADED:
+                return None
         if self._age + pending + tokens > REMAKE:
             with torch.no_grad():
-                memory = replace(self.memory(), inverse=None)
+                memory = self.memory()
                 self._settled(self._sums._replace(inverse=memory.made(self.bound).contiguous()), self._count, 0)
             pending = 0
-        if pending + tokens >= LATE:
-            after = Sums(*(None if x is None else torch.empty_like(x) for x in self._sums))  # type: ignore[arg-type]
-        found = self._stepper(q, k, v, self._places, self._rows_at, self._count, self._padding, after)
+        if pending + tokens >= LATE or self._faded + faded > _SETTLE:
+            after = self._sums.like()
+        found = self._stepper(q, k, v, self._places, self._rows_at, self._count, self._padding, after, log_decay)
         if found is None:
             return None
         y, rows = found
+        if self._total is not None and log_decay is not None:
+            self._total = self._total + log_decay.sum(-1)
         if after is not None:
             self._settled(after, self._count + pending + tokens, self._age + pending + tokens)
         elif rows is not None:
             start, step = rows.data_ptr(), rows.stride(0) * 8
             self._rows.append(rows)
             self._rows_at += tuple(start + t * step for t in range(tokens))
+            self._faded += faded
         return y if y.dtype is self.dtype else y.to(self.dtype)
 
     @property
@@ -344,16 +352,18 @@ class RidgeSteps(Compiled):
         """Tokens so far, padding included."""
         return self._count + len(self._rows_at)
 
-    def memory(self) -> RidgeStatistics:
+    def memory(self) -> GramStatistics:
         """The memory after all steps. Later ones leave it as it is."""
-        if self._rows:
-            pending = len(self._rows_at)
-            sums = self._sums.updated(self._rows, self._count > self._padding).contiguous()
-            self._settled(sums, self._count + pending, self._age + pending)
-        gram, cross, inverse, shift, first, last = self._sums
+        if self._rows_at:
+            batch, heads, kv_heads, dim, value_dim = self._stepper.shape
+            pending, after = len(self._rows_at), self._sums.like()
+            none = empty(batch, heads, 0, dim), empty(batch, kv_heads, 0, dim), empty(batch, kv_heads, 0, value_dim)
+            self._stepper(*none, self._places, self._rows_at, self._count, self._padding, after)
+            self._settled(after, self._count + pending, self._age + pending)
+        gram, cross, inverse, shift, first, last, level = self._sums
         return replace(
-            self._before, count=self._count, gram=gram, cross=cross, shift=shift, first=first, last=last,
-            inverse=Inverse(inverse, self._age, self._version),
+            self._before, count=self._count, gram=gram, cross=cross, shift=shift, first=first, last=last, level=level,
+            total=self._total, inverse=Inverse(inverse, self._age, self._version),
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from zonal.execution.paths.steps import RidgeSteps, SumsSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.refusals import features_refusal
+from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums
 
 
@@ -50,7 +51,7 @@ def sums_refusal(call: Call) -> str | None:
 def ridge_refusal(call: Call) -> str | None:
     """Why the compiled kernel does not take a few tokens after ridge statistics, or None."""
     memory = call.memory
-    sums = (memory.gram, memory.cross) if isinstance(memory, RidgeStatistics) and torch.is_grad_enabled() else ()
+    sums = (memory.gram, memory.cross) if isinstance(memory, GramStatistics) and torch.is_grad_enabled() else ()
     if any(x.requires_grad for x in sums):
         return "it has no gradients, and the memory may be asked for some"
     return steps.ridge_refusal(call, call.kind)
@@ -62,9 +63,9 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     if memory is None:  # one that nobody will see may keep the computing type
         memory = empty_memory(call, call.k.dtype)
     check_memory(call, memory)
-    steps = RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(Sums, memory))
+    steps = RidgeSteps(call, memory) if isinstance(memory, GramStatistics) else SumsSteps(call, cast(Sums, memory))
     y = first_step(call, steps)
-    if y is None:  # the environment has switched the kernels off since the call was planned
+    if y is None:  # too much fades, or the environment has switched the kernels off since the call was planned
         return by_torch(call)
     return y, None if call.memory is None else steps.memory()
 
@@ -113,7 +114,7 @@ def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
     """The compiled kernel with the numbers of a memory, for steps like this call, or None: torch's verbs run."""
     call = replace(call, memory=memory, held=Held.of(memory))
     try:
-        if isinstance(memory, RidgeStatistics):
+        if isinstance(memory, GramStatistics):
             return None if ridge_refusal(call) else RidgeSteps(call, memory)
         if isinstance(memory, Sums):
             return None if sums_refusal(call) else SumsSteps(call, memory)
@@ -127,10 +128,9 @@ def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
 
 def first_step(call: Call, steps: SumsSteps | RidgeSteps) -> Tensor | None:
     """y (B, H, T, P) of the call that the steps were made for, or None as theirs."""
-    decays = (call.log_decay,) if isinstance(steps, SumsSteps) else ()
     if call.raw is not None:
-        return steps.step(*call.raw[:3], *decays)
-    y = steps.run(*call.tokens, *decays)
+        return steps.step(*call.raw[:3], call.log_decay)
+    y = steps.run(*call.tokens, call.log_decay)
     return None if y is None else y.to(call.dtype)
 
 

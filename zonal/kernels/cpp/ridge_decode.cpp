@@ -4,6 +4,12 @@
 //
 // To write four matrices at each token takes several times as long as to read what is needed of them. So the last few tokens stay beside the
 // sums, a row [z, v, g] each: a read-out goes through both, and only every so often the rows are added to the sums.
+//
+// Where the past fades, each token multiplies all sums before it by a rate l, and gives back r rho (1 - l) of the ridge in one direction e. A
+// read-out does not change when all sums are multiplied by one number: so a token after the sums has a weight w instead, which grows as
+// the past fades, and P -= g g^T + h h^T with g = sqrt(w) P z / sqrt(1 + w z . P z), and h alike of the pseudo-key. The row ends with h, w and
+// r (1 - l). When rows are added to the sums, these are divided by the last weight. P stays symmetric to the last bit: what is not
+// would be divided by every rate.
 
 #include "common.hpp"
 
@@ -31,6 +37,8 @@ constexpr int64_t LATE = 16;  // tokens that stay beside the sums, at most
 // have stride 1; all in bfloat16, or else in float32. Of the memory, contiguous: gram, cross, inverse, and for powers past 0 shift, first,
 // last (else null), of count tokens, of which padding (B) are none; then the rows of ``late`` tokens more (B, Hkv, 2 r + P). The rows of
 // the new tokens go to now (T, B, Hkv, 2 r + P), or, where there is after, all are added to the sums there, which share nothing with those before.
+// Where the past fades: level (B, Hkv, r), what is left of the ridge in units of ridge (Hkv); decay (B, Hkv, T), log rates; and
+// rows are longer by r + 2. Without tokens (T = 0) the late rows are added to the sums.
 struct Step {
   const void *q, *k, *v;
   Axes qs, ks, vs;
@@ -38,8 +46,9 @@ struct Step {
   double limit;         // longer keys are shortened to it; 0: none
   const double* scale;  // (H) of the queries
   const int64_t* powers;  // (H); power: whether any is past 0
-  const double *gram, *cross, *inverse, *shift, *first, *last;
-  double *gram_after, *cross_after, *inverse_after, *shift_after, *first_after, *last_after;
+  const double *ridge, *decay;
+  const double *gram, *cross, *inverse, *shift, *first, *last, *level;
+  double *gram_after, *cross_after, *inverse_after, *shift_after, *first_after, *last_after, *level_after;
   int64_t count;
   const int64_t* padding;
   int64_t late;
@@ -128,29 +137,60 @@ APART void add_outer(const double* from, const double* a, const double* const* b
   }
 }
 
+// numbers of a token's row
+int64_t width(const Step& c) { return 2 * c.r + c.P + (c.level == nullptr ? 0 : c.r + 2); }
+
+// x times a number
+void scale(double* x, double factor, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
 // A head's sums, and the tokens after them: rows of keys, the keys before them, values, and what the inverse has lost by them.
 struct State {
   const Step& c;
+  const bool fades;
+  const int64_t real;  // tokens in the sums
   const double *gram, *cross, *inverse, *shift, *last;
   int64_t n = 0;
-  const double *z[LATE + TOKENS], *before[LATE + TOKENS], *v[LATE + TOKENS], *g[LATE + TOKENS];
+  const double *z[LATE + TOKENS], *before[LATE + TOKENS], *v[LATE + TOKENS], *g[LATE + TOKENS], *h[LATE + TOKENS];
+  double weights[LATE + TOKENS];
 
   State(const Step& step, int64_t task)
-      : c(step), gram(c.gram + task * c.r * c.r), cross(c.cross + task * c.P * c.r), inverse(c.inverse + task * c.r * c.r),
+      : c(step), fades(c.level != nullptr), real(c.count - c.padding[task / c.Hkv]), gram(c.gram + task * c.r * c.r), cross(c.cross + task * c.P * c.r), inverse(c.inverse + task * c.r * c.r),
         shift(c.power > 0 ? c.shift + task * c.r * c.r : nullptr), last(c.power > 0 ? c.last + task * c.r : nullptr) {
-    for (int64_t i = 0; i < c.late; ++i) take(c.rows[i] + task * (2 * c.r + c.P));
+    for (int64_t i = 0; i < c.late; ++i) take(c.rows[i] + task * width(c));
   }
 
   void take(const double* row) {
     before[n] = n > 0 ? z[n - 1] : last;
     z[n] = row;
     v[n] = row + c.r;
-    g[n++] = row + c.r + c.P;
+    g[n] = row + c.r + c.P;
+    h[n] = g[n] + c.r;
+    weights[n] = fades ? h[n][c.r] : 1;
+    ++n;
   }
+
+  double weight() const { return n > 0 ? weights[n - 1] : 1; }
+  int64_t direction(int64_t i) const { return (real + i) % c.r; }
 
   // out = P x, from what the inverse of the sums makes of x
   void solved(const double* x, double* out) const {
-    for (int64_t i = 0; i < n; ++i) add(g[i], -inner(g[i], x, c.r), c.r, out);
+    for (int64_t i = 0; i < n; ++i) {
+      add(g[i], -inner(g[i], x, c.r), c.r, out);
+      if (fades) add(h[i], -inner(h[i], x, c.r), c.r, out);
+    }
+  }
+
+  // what the inverse loses by the pseudo-key of the newest token, whose squared length times its weight is ``amount``
+  void give_back(double amount, double* out) const {
+    const int64_t d = direction(n - 1);
+    std::memcpy(out, inverse + d * c.r, sizeof(double) * c.r);
+    for (int64_t i = 0; i < n; ++i) {
+      add(g[i], -g[i][d], c.r, out);
+      if (i + 1 < n) add(h[i], -h[i][d], c.r, out);
+    }
+    scale(out, std::sqrt(amount / (1 + amount * out[d])), c.r);
   }
 
   // y of query head h, whose scaled query is x, and with the inverse of the sums y
@@ -159,12 +199,12 @@ struct State {
     solved(x, y);
     for (int64_t k = 0; k < c.powers[h]; ++k) {
       times<1>(shift, y, c.r, c.r, x);
-      for (int64_t i = 0; i < n; ++i) add(z[i], inner(before[i], y, c.r), c.r, x);
+      for (int64_t i = 0; i < n; ++i) add(z[i], weights[i] * inner(before[i], y, c.r), c.r, x);
       times<1>(inverse, x, c.r, c.r, y);
       solved(x, y);
     }
     times<1>(cross, y, c.P, c.r, room);
-    for (int64_t i = 0; i < n; ++i) add(v[i], inner(z[i], y, c.r), c.P, room);
+    for (int64_t i = 0; i < n; ++i) add(v[i], weights[i] * inner(z[i], y, c.r), c.P, room);
     T* out = static_cast<T*>(c.y) + ((b * c.H + h) * c.T + t) * c.P;
     for (int64_t p = 0; p < c.P; ++p) put(out + p, static_cast<float>(room[p]));
   }
@@ -172,35 +212,57 @@ struct State {
   // all rows into the sums
   void settle(int64_t task, double* room) const {
     const int64_t square = c.r * c.r;
+    double *gram_after = c.gram_after + task * square, *cross_after = c.cross_after + task * c.P * c.r;
+    double* inverse_after = c.inverse_after + task * square;
     turn(g, c.r, room);
-    add_outer(inverse, room, g, n, -1, c.r, c.r, c.inverse_after + task * square);
-    turn(v, c.P, room);
-    add_outer(cross, room, z, n, 1, c.P, c.r, c.cross_after + task * c.P * c.r);
-    turn(z, c.r, room);
-    add_outer(gram, room, z, n, 1, c.r, c.r, c.gram_after + task * square);
+    add_outer(inverse, room, g, n, -1, c.r, c.r, inverse_after);
+    if (fades) {
+      turn(h, c.r, room);
+      add_outer(inverse_after, room, h, n, -1, c.r, c.r, inverse_after);
+    }
+    turn(v, c.P, room, weights);
+    add_outer(cross, room, z, n, 1, c.P, c.r, cross_after);
+    turn(z, c.r, room, weights);
+    add_outer(gram, room, z, n, 1, c.r, c.r, gram_after);
+    const double keep = 1 / weight();
+    if (fades) {
+      scale(gram_after, keep, square);
+      scale(cross_after, keep, c.P * c.r);
+      scale(inverse_after, weight(), square);
+      for (int64_t i = 0; i < c.r; ++i)
+        for (int64_t j = 0; j < i; ++j) inverse_after[i * c.r + j] = inverse_after[j * c.r + i];
+      double* level = c.level_after + task * c.r;
+      std::memcpy(level, c.level + task * c.r, sizeof(double) * c.r);
+      for (int64_t i = 0; i < n; ++i) level[direction(i)] += weights[i] * h[i][c.r + 1];
+      scale(level, keep, c.r);
+    }
     if (c.power == 0) return;
-    add_outer(shift, room, before, n, 1, c.r, c.r, c.shift_after + task * square);
-    const double* first = c.count > c.padding[task / c.Hkv] ? c.first + task * c.r : z[0];
-    std::memcpy(c.first_after + task * c.r, first, sizeof(double) * c.r);
+    double *shift_after = c.shift_after + task * square, *first_after = c.first_after + task * c.r;
+    add_outer(shift, room, before, n, 1, c.r, c.r, shift_after);
+    std::memcpy(first_after, real > 0 ? c.first + task * c.r : z[0], sizeof(double) * c.r);
     std::memcpy(c.last_after + task * c.r, z[n - 1], sizeof(double) * c.r);
+    if (!fades) return;
+    scale(shift_after, keep, square);
+    scale(first_after, real > 0 ? keep : keep * weights[0], c.r);
   }
 
-  void turn(const double* const* rows, int64_t numbers, double* to) const {
+  // rows as columns, times a factor each where there are some
+  void turn(const double* const* rows, int64_t numbers, double* to, const double* factors = nullptr) const {
     for (int64_t i = 0; i < numbers; ++i)
-      for (int64_t k = 0; k < n; ++k) to[i * n + k] = rows[k][i];
+      for (int64_t k = 0; k < n; ++k) to[i * n + k] = factors == nullptr ? rows[k][i] : factors[k] * rows[k][i];
   }
 };
 
 template <typename T>
 void head(const Step& c, int64_t task, Scratch& scratch) {
-  const int64_t b = task / c.Hkv, kv = task % c.Hkv, groups = c.H / c.Hkv, most = std::max(c.r, c.P), width = 2 * c.r + c.P;
+  const int64_t b = task / c.Hkv, kv = task % c.Hkv, groups = c.H / c.Hkv, most = std::max(c.r, c.P), size = width(c);
   const bool settles = c.gram_after != nullptr;
   const int64_t numbers = (LATE + c.T) * most, all = (groups + 1) * c.r;
-  scratch.begin(2 * (numbers + 2 * all + c.T * width));
+  scratch.begin(2 * (numbers + 2 * all + c.T * size));
   const auto take = [&](int64_t n) { return reinterpret_cast<double*>(scratch.take(2 * n)); };
   double *room = take(numbers), *xs = take(all), *ys = take(all);  // the key and the queries of a token, and with the inverse of the sums
-  double* rows = settles ? take(c.T * width) : c.now + task * width;
-  const int64_t step = settles ? width : c.B * c.Hkv * width;
+  double* rows = settles ? take(c.T * size) : c.now + task * size;
+  const int64_t step = settles ? size : c.B * c.Hkv * size;
   State state(c, task);
   for (int64_t t = 0; t < c.T; ++t) {
     const T* k = static_cast<const T*>(c.k) + b * c.ks.batch + kv * c.ks.head + t * c.ks.token;
@@ -223,13 +285,20 @@ void head(const Step& c, int64_t task, Scratch& scratch) {
     };
     if (!c.include_self) read();
     state.solved(xs, ys);
-    const double lost = 1 / std::sqrt(1 + inner(xs, ys, c.r));
+    const double log_rate = state.fades ? c.decay[task * c.T + t] : 0, weight = state.weight() * std::exp(-log_rate);
+    const double lost = std::sqrt(weight / (1 + weight * inner(xs, ys, c.r)));
     for (int64_t d = 0; d < c.r; ++d) {
       z[d] = xs[d];
       g[d] = ys[d] * lost;
     }
     for (int64_t p = 0; p < c.P; ++p) v[p] = number(value[p]);
+    if (state.fades) {
+      double* tail = g + 2 * c.r;
+      tail[0] = weight;
+      tail[1] = -std::expm1(log_rate) * static_cast<double>(c.r);
+    }
     state.take(z);
+    if (state.fades) state.give_back(weight * c.ridge[kv] * g[2 * c.r + 1], g + c.r);
     if (c.include_self) read();
   }
   if (settles) state.settle(task, room);
@@ -239,9 +308,10 @@ void head(const Step& c, int64_t task, Scratch& scratch) {
 
 extern "C" {
 
-// Returns 0, or 1 when memory ran out; nothing of what comes after is then to be used. 2: the environment has kernels switched off, nothing was done.
+// Returns 0, or 1 when memory ran out; nothing of what comes after is then to be used. 2: the environment has kernels switched off, and
+// nothing was done with the tokens.
 int zonal_ridge_step(const Step* step) {
-  if (switched_off()) return 2;
+  if (step->T > 0 && switched_off()) return 2;
   const Step& c = *step;
   const int64_t tasks = c.B * c.Hkv, rounds = c.T + (c.gram_after == nullptr ? 0 : SETTLED);
   return each_short_task<Scratch>(tasks, tasks * c.r * (3 * c.r + c.P) * rounds > TEAM, [&](int64_t i, Scratch& scratch) {
