@@ -48,11 +48,11 @@ class Term(NamedTuple):
 class Activation(NamedTuple):
     """Features gain g(z_i) of a vector u, z_i = factor w_i . u + offset - norm |u|^2: ``count`` of them.
 
-    function: g. start: w_i are the rows of a matrix from this one on; None = z_i = factor u_i + offset - norm |u|^2.
+    function: g. start: w_i are the rows of a matrix from this one on.
     """
 
-    function: Literal["exp", "square", "elu1", "relu", "silu"]
-    start: int | None
+    function: Literal["exp", "square"]
+    start: int
     count: int
     factor: float = 1.0
     norm: float = 0.0

@@ -217,7 +217,7 @@ _TILES, _DISTANCES, _SUMS, _RIDGE, _STEPS, _RIDGE_STEPS, _SPARSE = 1.1e11, 6e10,
 ROUTES: tuple[Route, ...] = (
     Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
     Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", False,
-          sources=("tile",)),
+          sources=("tile", "features")),
     Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", True),
     Route("tiled", "C++ distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", False,
           sources=("distance",)),

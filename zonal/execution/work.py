@@ -261,6 +261,8 @@ def compiled_sums(s: Shape) -> Work:
     Without a memory the first keys, and short sequences as a whole, are met one by one where that is less.
     """
     (features, _), kv, groups = _features(s), s.batch * s.kv_heads, s.groups
+    if s.device.type == "cpu":
+        s = s._replace(dim=s.bound.score.factors(s.head_dim))
     each, pair = features * (s.width + _FEATURE), float(s.dim + s.width)
     length = s.keys / s.documents
     rows = max(s.queries / s.documents, 1.0)

@@ -128,6 +128,10 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
     def dimension(self, dim: int) -> int:
         """m, the number of features of a vector of ``dim`` numbers."""
 
+    def factors(self, dim: int) -> int:
+        """How many numbers the features of a vector are products of, in ``layer``."""
+        return self.dimension(dim)
+
     @abc.abstractmethod
     def flops(self, dim: int) -> int:
         """Additions, multiplications and elementary functions for the features of one vector."""

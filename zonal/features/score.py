@@ -88,6 +88,9 @@ class Features(Score):
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
 
+    def factors(self, dim: int) -> int:
+        return self.features.factors(dim)
+
     def chosen(self, k: Tensor) -> dict[str, Tensor]:
         if not self.features.chosen:
             return {}

@@ -133,6 +133,17 @@ class Slay(FeatureMap):
     def dimension(self, dim: int) -> int:
         return sum(of.dimension(dim) for of in self._parts)
 
+    @property
+    def _layered(self) -> bool:
+        """Whether ``layer`` knows the map: products with the features of anchors, or no products."""
+        return self.fusion == "tensor" and (self.polynomial is None or isinstance(self._once, Anchors))
+
+    def factors(self, dim: int) -> int:
+        once = self._once
+        if once is None or not self._layered:
+            return self.dimension(dim)
+        return once.dimension(dim) + self.nodes * self.draws
+
     def flops(self, dim: int) -> int:
         saved = 0 if self._once is None else (self.nodes - 1) * self._once.flops(dim)
         return sum(of.flops(dim) + of.dimension(dim) for of in self._parts) - saved
@@ -173,11 +184,7 @@ class Slay(FeatureMap):
         return torch.cat(found, -1)
 
     def layer(self, buffers: Buffers, side: Side) -> FeatureLayer | None:
-        once = self._once
-        if self.fusion != "tensor" or (once is None and self.polynomial is not None):
-            return None
-        polynomial = None if once is None else once.layer(part(buffers, "polynomial"), side)
-        if once is not None and polynomial is None:
+        if not self._layered:
             return None
         found = []
         for r, log_weight in enumerate(self.rule_used.log_weights):
@@ -187,6 +194,7 @@ class Slay(FeatureMap):
             # in the exponent: the weight of a far node may be smaller than floats can hold
             weighted = (each._replace(offset=each.offset + log_weight / 2) for each in node.activations)
             found.append(node._replace(activations=tuple(weighted)))
+        polynomial = None if self._once is None else self._once.layer(part(buffers, "polynomial"), side)
         return side_by_side(found) if polynomial is None else product(polynomial, found)
 
     def laplace_only(self) -> "Slay":

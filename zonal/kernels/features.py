@@ -15,11 +15,11 @@ from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, only_first
 
 FAMILY = Family("features", FORMULAS["identity"], cuda=False)
-_KINDS = {"exp": 0, "square": 1, "elu1": 2, "relu": 3, "silu": 4}
-_NUMBERS = ("kinds", "starts", "counts", "factors", "norms", "offsets", "gains")
+_KINDS = {"exp": 0, "square": 1}
+_BLOCK = abi.Struct("features.cpp", "Block")
 _LAYER = abi.Struct("features.cpp", "Layer", {
-    "x": "B H T D", "weight": "heads rows D", "dy": "B H T F", **dict.fromkeys(_NUMBERS, "blocks"),
-    "y": "B H T F", "dx": "B H T D", "dweight": "B H parts rows D", "lost": "one",
+    "x": "B H T D", "weight": "heads rows D", "dy": "B H T F", "y": "B H T F", "dx": "B H T D",
+    "dweight": "B H parts rows D", "lost": "one",
 })  # fmt: skip
 _TOKENS = 256
 """Tokens of a task."""
@@ -53,19 +53,13 @@ def _arguments(inputs: FeaturesInputs, spec: FeaturesSpec, tokens: int) -> Argum
     batch, heads, length, dim = inputs.x.shape
     call = Arguments(_LAYER, {
         "B": batch, "H": heads, "T": length, "D": dim, "F": spec.width, "heads": inputs.weight.shape[0],
-        "rows": inputs.weight.shape[1], "blocks": len(spec.activations), "unit": spec.unit, "softmax": spec.softmax,
+        "rows": inputs.weight.shape[1], "count": len(spec.activations), "unit": spec.unit, "softmax": spec.softmax,
         "tokens": tokens, "parts": -(-length // tokens),
     }, {"one": 1})  # fmt: skip
     call.point("x", inputs.x)
     call.point("weight", inputs.weight)
-    of = spec.activations
-    starts = [-1 if each.start is None else each.start for each in of]
-    columns = (
-        [_KINDS[each.function] for each in of], starts, [each.count for each in of], [each.factor for each in of],
-        [each.norm for each in of], [each.offset for each in of], [each.gain for each in of],
-    )  # fmt: skip
-    for name, column in zip(_NUMBERS, columns, strict=True):
-        call.point(name, torch.tensor(column, dtype=_LAYER.pointers[name].dtypes[0], device="cpu"))
+    blocks = [_BLOCK.pack(_KINDS[each.function], *each[1:]) for each in spec.activations]
+    call.point_at_bytes("blocks", b"".join(blocks))
     return call
 
 
@@ -126,8 +120,8 @@ def made(x: Tensor, layer: FeatureLayer) -> Tensor:
 
     Raises: ArgumentError where all features of some vector are 0 and may not be.
     """
-    weight = x.new_empty(1, 0, x.shape[-1], dtype=torch.float32) if layer.weight is None else layer.weight.float()
-    y, lost = features(FeaturesInputs(x, weight), FeaturesSpec(layer.activations, layer.unit, layer.softmax))
+    spec = FeaturesSpec(layer.activations, layer.unit, layer.softmax)
+    y, lost = features(FeaturesInputs(x, layer.weight.float()), spec)
     if layer.name and not torch.compiler.is_compiling() and bool(lost):
         raise vanished(layer.name, torch.float32)
     return y

@@ -56,14 +56,14 @@ class Fused(NamedTuple):
 class FeatureLayer(NamedTuple):
     """Features of a raw vector x as the kernel for them computes them, with u = x, or x / |x| if ``unit``.
 
-    activations: what they are functions of. weight: (H or 1, n, D), the rows w_i; None = there are none. softmax: gain
-    times the softmax of all z in the place of gain g(z).
+    activations: what they are functions of. weight: (H or 1, n, D), the rows w_i. softmax: gain times the softmax of
+    all z in the place of gain g(z).
     left, nodes: where left > 0, the numbers are [a, b_1, …, b_nodes] with ``left`` of them in a, and the features
     a ⊗ b_1, …, a ⊗ b_nodes. name: of the map, where it is an error that all features of a vector are 0.
     """
 
     activations: tuple[Activation, ...]
-    weight: Tensor | None = None
+    weight: Tensor
     unit: bool = False
     softmax: bool = False
     left: int = 0
@@ -140,6 +140,10 @@ class Score(Declaration, abstract=True):
     def width(self, dim: int) -> int:
         """How many numbers a prepared vector has, from heads of size ``dim``."""
         return dim
+
+    def factors(self, dim: int) -> int:
+        """How many numbers the kernel of sums takes for such a vector, where ``layers`` makes them."""
+        return self.width(dim)
 
     def passes(self, dim: int) -> int:
         """About how many elementwise passes ``pair`` makes over all pairs besides its product, for heads of size
@@ -310,12 +314,6 @@ class Dot(Score):
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         return Fused(False, self._scale(dim, scale)) if self.keeps_keys else None
-
-    def layers(self, dim: int, params: Params, scale: float | None) -> tuple[FeatureLayer, FeatureLayer] | None:
-        if self.map == "none" or self.key_limit is not None or self.factor is not None:
-            return None
-        key = FeatureLayer((Activation(self.map, None, dim),))
-        return key.times(self._scale(dim, scale)), key
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.prior import Rule, Visibility, intervals_of
-from zonal.algebra.score import FeatureLayer, Fused
+from zonal.algebra.score import Fused
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
+from zonal.execution.paths.features import layers_of, made_by
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
-from zonal.kernels.features import FAMILY as FEATURES
-from zonal.kernels.features import made
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, summed, sums
@@ -109,17 +108,17 @@ def _run(
     assert features is not None
     dim = call.shape[4]
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
-    layers = None if fused is not None or placed is not None else _layers(call, features)
+    layers = None if fused is not None or placed is not None else layers_of(call)
+    if layers is not None and layers[0].left and not features.trivial:
+        layers = None
     key_bias = call.key_bias
-    if layers is not None and call.raw is not None:
-        q, k, v = made(call.raw.q, layers[0]), made(call.raw.k, layers[1]), call.raw.v
+    if placed is not None:
+        fused, q, (k, v, _, _, key_bias), seen = None, call.q, placed[0], placed[1]
     elif fused is not None and call.raw is not None:
         q, k, v = call.raw[:3]
     else:
-        q, k, v = call.tokens
+        q, k, v = call.tokens if layers is None else made_by(layers, call)
     fused = fused or Fused(False, 1.0)
-    if placed is not None:
-        fused, q, (k, v, _, _, key_bias), seen = Fused(False, 1.0), call.q, placed[0], placed[1]
     spec = _spec(call, code, features, fused, memory is not None)
     if layers is not None:
         spec = replace(spec, left=layers[0].left, nodes=layers[0].nodes)
@@ -136,14 +135,6 @@ def _run(
         start = seen.segment_start if seen.packed else None
         y, _, final, _ = sums(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
     return call.scaled(y), final
-
-
-def _layers(call: Call, features: SymmetricPowers) -> tuple[FeatureLayer, FeatureLayer] | None:
-    """How the kernel for features makes queries and keys from raw ones; None = the score prepares them."""
-    if call.raw is None or call.device.type != "cpu" or FEATURES.refusal("cpu", torch.float32, lambda: None):
-        return None
-    found = call.bound.score.layers(call.head_dim, call.bound.score_params, call.raw.scale)
-    return found if found is None or found[0].left == 0 or features.trivial else None
 
 
 def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from zonal import torch_func
 from zonal.algebra.link import Link
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
+from zonal.execution.paths.features import prepared
 from zonal.formula import Formula
 from zonal.kernels.native import LARGEST, Reason
 from zonal.kernels.op import recorded
@@ -166,7 +167,7 @@ def tiled(call: Call) -> Tensor:
     if reduction is not None:
         fused, (q, k), v = Fused(False, reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif fused is None or call.raw is None:
-        fused, (q, k, v) = Fused(False, 1.0), call.tokens
+        fused, (q, k, v) = Fused(False, 1.0), prepared(call)
     else:
         q, k, v = call.raw[:3]
     edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None

@@ -9,14 +9,18 @@
 
 extern "C" {
 
-// What zonal/kernels/features.py fills in. Last axes have stride 1. Block j holds ``counts[j]`` features, of the rows
-// from ``starts[j]`` on, or where that is below 0 of the numbers of u themselves. kinds: the functions, as in ``Kind``.
+// ``count`` features by the function ``kind`` (enum Kind), of the rows from ``start`` on.
+struct Block {
+  int64_t kind, start, count;
+  float factor, norm, offset, gain;
+};
+
+// What zonal/kernels/features.py fills in. Last axes have stride 1.
 struct Layer {
   const float *x, *weight, *dy;  // (B, H, T, D), (heads, rows, D), (B, H, T, F)
-  const int32_t *kinds, *starts, *counts;
-  const float *factors, *norms, *offsets, *gains;
+  const Block* blocks;
   Strides xs, dys;
-  int64_t B, H, T, D, F, heads, rows, blocks, unit, softmax;
+  int64_t B, H, T, D, F, heads, rows, count, unit, softmax;  // count: of blocks
   int64_t tokens, parts;    // tokens of a task, tasks of a head
   float *y, *dx, *dweight;  // (B, H, T, F), (B, H, T, D), (B, H, parts, rows, D) or null
   uint8_t* lost;            // (1), 0 at first: 1 where all features of some vector are 0
@@ -25,7 +29,7 @@ struct Layer {
 
 namespace {
 
-enum Kind { EXP = 0, SQUARE = 1, ELU1 = 2, RELU = 3, SILU = 4 };
+enum Kind { EXP = 0, SQUARE = 1 };
 
 // e^x to two units in the last place; it overflows to infinity, and underflows through denormal numbers
 inline V exponential(V x) {
@@ -40,51 +44,25 @@ inline V exponential(V x) {
 
 template <int KIND>
 INLINE V activated(V z) {
-  if constexpr (KIND == EXP) return exponential(z);
-  if constexpr (KIND == SQUARE) return z * z;
-  if constexpr (KIND == ELU1) return z > 0.f ? z + 1.f : exponential(z);
-  if constexpr (KIND == RELU) return z < 0.f ? V{} : z;
-  if constexpr (KIND == SILU) return z / (1.f + exponential(-z));
-  return z;
+  return KIND == EXP ? exponential(z) : z * z;
 }
 
 template <int KIND>
 INLINE V slope(V z) {
-  if constexpr (KIND == EXP) return exponential(z);
-  if constexpr (KIND == SQUARE) return 2.f * z;
-  if constexpr (KIND == ELU1) return z > 0.f ? spread(1.f) : exponential(z);
-  if constexpr (KIND == RELU) return z > 0.f ? spread(1.f) : V{};
-  if constexpr (KIND == SILU) {
-    const V share = 1.f / (1.f + exponential(-z));
-    return share * (1.f + z * (1.f - share));
-  }
-  return spread(1.f);
-}
-
-// f with the function as a constant
-template <typename Function>
-INLINE void with_kind(int32_t kind, const Function& f) {
-  switch (kind) {
-    case EXP: return f(std::integral_constant<int, EXP>());
-    case SQUARE: return f(std::integral_constant<int, SQUARE>());
-    case ELU1: return f(std::integral_constant<int, ELU1>());
-    case RELU: return f(std::integral_constant<int, RELU>());
-    default: return f(std::integral_constant<int, SILU>());
-  }
+  return KIND == EXP ? exponential(z) : 2.f * z;
 }
 
 struct Buffers {
-  float *u, *products, *z, *du, *dproducts, *dy, *rows, *square, *dsquare;
+  float *u, *products, *z, *du, *dproducts, *dy, *rows, *dsquare;
   int32_t* index;
 };
 
 Buffers buffers(const Layer& c, Scratch& scratch, bool backward) {
-  scratch.begin(C * (2 * c.D + 2 * c.rows + 2 * c.F + up(c.D, C) + 2) + c.rows);
+  scratch.begin(C * (2 * c.D + 2 * c.rows + 2 * c.F + up(c.D, C) + 1) + c.rows);
   Buffers at;
   at.u = scratch.take(c.D * C);
   at.products = scratch.take(c.rows * C);
   at.z = scratch.take(c.F * C);
-  at.square = scratch.take(C);
   if (!backward) return at;
   at.du = scratch.take(c.D * C);
   at.dproducts = scratch.take(c.rows * C);
@@ -116,12 +94,12 @@ void make(const Layer& c, const Lanes& column, const Buffers& at) {
   for (int j = 0; j < C; j += L) {
     V square = V{};
     for (int64_t d = 0; d < c.D; ++d) square += load(at.u + d * C + j) * load(at.u + d * C + j);
-    store(at.square + j, square);
     float* z = at.z + j;
-    for (int64_t k = 0; k < c.blocks; ++k) {
-      const float* from = (c.starts[k] < 0 ? at.u : at.products + c.starts[k] * C) + j;
-      const V shift = c.norms[k] != 0.f ? c.offsets[k] - c.norms[k] * square : spread(c.offsets[k]);
-      for (int64_t i = 0; i < c.counts[k]; ++i, z += C) store(z, c.factors[k] * load(from + i * C) + shift);
+    for (int64_t k = 0; k < c.count; ++k) {
+      const Block& block = c.blocks[k];
+      const float* from = at.products + block.start * C + j;
+      const V shift = block.norm != 0.f ? block.offset - block.norm * square : spread(block.offset);
+      for (int64_t i = 0; i < block.count; ++i, z += C) store(z, block.factor * load(from + i * C) + shift);
     }
   }
 }
@@ -140,24 +118,27 @@ void normalise(const Layer& c, float* z) {
   }
 }
 
-// f(function, block, number of its first feature), for each block
+// f(function, block, number of its first feature), for all blocks
 template <typename Function>
 INLINE void each_block(const Layer& c, const Function& f) {
   int64_t place = 0;
-  for (int64_t k = 0; k < c.blocks; place += c.counts[k++])
-    with_kind(c.kinds[k], [&](auto kind) { f(kind, k, place); });
+  for (int64_t k = 0; k < c.count; place += c.blocks[k++].count) {
+    if (c.blocks[k].kind == EXP) f(std::integral_constant<int, EXP>(), c.blocks[k], place);
+    else f(std::integral_constant<int, SQUARE>(), c.blocks[k], place);
+  }
 }
 
 void forward_column(const Layer& c, const Lanes& column, const Buffers& at) {
   make(c, column, at);
   if (c.softmax) normalise(c, at.z);
   I found[2] = {};
-  each_block(c, [&](auto kind, int64_t k, int64_t place) {
-    for (float *z = at.z + place * C, *end = z + c.counts[k] * C; z < end; z += C)
-      for (int j = 0; j < C; j += L) {
-        const V from = load(z + j), y = c.gains[k] * (c.softmax ? from : activated<decltype(kind)::value>(from));
-        found[j / L] |= y != 0.f;
-        store(z + j, y);
+  each_block(c, [&](auto kind, const Block& block, int64_t place) {
+    for (float *z = at.z + place * C, *end = z + block.count * C; z < end; z += C)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        const V from = load(z + j * L), y = block.gain * (c.softmax ? from : activated<decltype(kind)::value>(from));
+        found[j] |= y != 0.f;
+        store(z + j * L, y);
       }
   });
   for (int64_t i = 0; i < column.count; ++i)
@@ -178,28 +159,28 @@ void backward_column(const Layer& c, const Lanes& column, const float* dy, const
   for (int64_t i = 0; i < C; ++i) there[i] = i < column.count;
   as_column([&](int64_t i) { return dy + std::min(i, column.count - 1) * c.dys.token; }, there, C, c.F, at.dy);
   V along[2] = {};  // a softmax does not change where all its inputs grow alike
-  each_block(c, [&](auto, int64_t k, int64_t place) {
-    for (int64_t i = place * C; c.softmax && i < (place + c.counts[k]) * C; i += C)
-      for (int j = 0; j < C; j += L) along[j / L] += c.gains[k] * load(at.z + i + j) * load(at.dy + i + j);
+  each_block(c, [&](auto, const Block& block, int64_t place) {
+    for (int64_t i = place * C; c.softmax && i < (place + block.count) * C; i += C)
+      for (int j = 0; j < C; j += L) along[j / L] += block.gain * load(at.z + i + j) * load(at.dy + i + j);
   });
   clear(at.du, c.D * C);
   clear(at.dproducts, c.rows * C);
   clear(at.dsquare, C);
-  each_block(c, [&](auto kind, int64_t k, int64_t place) {
-    float* to = c.starts[k] < 0 ? at.du : at.dproducts + c.starts[k] * C;
+  each_block(c, [&](auto kind, const Block& block, int64_t place) {
+    float* to = at.dproducts + block.start * C;
     V total[2] = {};
-    for (int64_t i = place * C; i < (place + c.counts[k]) * C; i += C, to += C)
+    for (int64_t i = place * C; i < (place + block.count) * C; i += C, to += C)
       for (int j = 0; j < C; j += L) {
-        const V z = load(at.z + i + j), g = c.gains[k] * load(at.dy + i + j);
+        const V z = load(at.z + i + j), g = block.gain * load(at.dy + i + j);
         const V dz = c.softmax ? z * (g - along[j / L]) : slope<decltype(kind)::value>(z) * g;
-        store(to + j, load(to + j) + c.factors[k] * dz);
+        store(to + j, load(to + j) + block.factor * dz);
         total[j / L] += dz;
       }
-    for (int j = 0; c.norms[k] != 0.f && j < C; j += L)
-      store(at.dsquare + j, load(at.dsquare + j) - c.norms[k] * total[j / L]);
+    for (int j = 0; block.norm != 0.f && j < C; j += L)
+      store(at.dsquare + j, load(at.dsquare + j) - block.norm * total[j / L]);
   });
   const RowsAt<float, false> rows{column.weight, c.D, nullptr};
-  if (c.rows > 0) columns_by_columns(rows, c.D, at.dproducts, C, c.rows, at.du);
+  columns_by_columns(rows, c.D, at.dproducts, C, c.rows, at.du);
   for (int64_t d = 0; d < c.D * C; d += L)
     store(at.du + d, load(at.du + d) + 2.f * load(at.dsquare + d % C) * load(at.u + d));
   if (dweight != nullptr) {
@@ -228,7 +209,7 @@ void each_column(const Layer& c, int64_t task, const Function& f) {
   for (int64_t t = first; t < last; t += C) {
     Lanes column;
     column.x = c.x + b * c.xs.batch + h * c.xs.head + t * c.xs.token;
-    column.weight = c.weight + (c.rows > 0 ? h / (c.H / c.heads) * c.rows * c.D : 0);
+    column.weight = c.weight + h / (c.H / c.heads) * c.rows * c.D;
     column.first = head * c.T + t;
     column.count = std::min<int64_t>(C, last - t);
     for (int64_t i = 0; i < C; ++i)

@@ -1,0 +1,35 @@
+"""Queries and keys for the compiled kernels of other paths, by the kernel for feature maps where it knows the map."""
+
+import torch
+
+from zonal import torch_func
+from zonal.algebra.score import FeatureLayer
+from zonal.execution.call import Call, Prepared
+from zonal.kernels.features import FAMILY, made
+
+Layers = tuple[FeatureLayer, FeatureLayer]
+
+
+def layers_of(call: Call) -> Layers | None:
+    """How the kernel for features makes queries and keys from raw ones; None = the score prepares them by torch."""
+    if call.raw is None or call.device.type != "cpu" or torch_func.active():
+        return None
+    if FAMILY.refusal("cpu", call.coefficients.dtype, lambda: None) is not None:
+        return None
+    return call.bound.score.layers(call.head_dim, call.bound.score_params, call.raw.scale)
+
+
+def made_by(layers: Layers, call: Call) -> Prepared:
+    """Queries and keys that the kernel makes from raw ones, float32. Their features may be products of theirs."""
+    assert call.raw is not None
+    q, k, v, _ = call.raw
+    return Prepared(made(q, layers[0]), made(k, layers[1]), v.to(torch.float32))
+
+
+def prepared(call: Call) -> Prepared:
+    """Prepared queries and keys, by the kernel where it makes all features."""
+    layers = layers_of(call)
+    return call.tokens if layers is None or layers[0].left else made_by(layers, call)
+
+
+__all__ = ["Layers", "layers_of", "made_by", "prepared"]
