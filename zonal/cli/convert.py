@@ -27,7 +27,7 @@ Examples:
   zonal convert SmolLM2-135M-Instruct.Q4_1.gguf --to all --text novel,letters.txt --out smol-all
   zonal convert SmolLM2-135M --plan --text my-corpus/ --out smol-plan"""
 
-LOCAL_GLOBAL = "local_global(window=64, far='hedgehog', weight=0.02)"
+LOCAL_GLOBAL = "local_global(window=64, first=4, far='hedgehog', weight=0.02)"
 _HERE = ("budget", "threads")  # options that are not settings of the conversion
 
 
