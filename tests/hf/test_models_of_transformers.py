@@ -14,9 +14,11 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    ByT5Tokenizer,
     DynamicCache,
     Trainer,
     TrainingArguments,
+    pipeline,
 )
 
 from zonal import hf
@@ -286,3 +288,41 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
         hf.ZonalConfig(silent_tokens=[3])
     with pytest.raises(ArgumentError, match="heads"):
         hf.ZonalConfig(dim=30, heads=4)
+
+
+def test_a_pipeline_continues_texts() -> None:
+    torch.manual_seed(0)
+    config = hf.ZonalConfig(
+        vocab_size=384, dim=32, layers="squared_affine, ska(power=1)", heads=4, eos_token_id=1, pad_token_id=0
+    )
+    model, tokenizer = hf.ZonalForCausalLM(config).eval(), ByT5Tokenizer()
+    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    found = writer(["one text", "another, longer text"], max_new_tokens=6, do_sample=False, batch_size=2)
+    assert [each[0]["generated_text"].startswith(start) for each, start in zip(found, ("one", "another"), strict=True)]
+    alone = writer("one text", max_new_tokens=6, do_sample=False)
+    assert alone[0]["generated_text"] == found[0][0]["generated_text"]
+
+
+def test_an_adapter_trains_projections_and_operators(tmp_path: Any) -> None:
+    peft = pytest.importorskip("peft")
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return hf.ZonalForCausalLM(hf.ZonalConfig(vocab_size=61, dim=32, layers="sko*2", heads=4, rotary=True))
+
+    config = peft.LoraConfig(target_modules=["query", "value"], modules_to_save=["operator"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(made(), config)
+    learned = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert {part for part in ("lora_", "operator") if any(part in name for name in learned)} == {"lora_", "operator"}
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(1))
+    before = {name: value.clone() for name, value in learned.items()}
+    descent = torch.optim.AdamW(learned.values(), lr=1e-2)
+    for _ in range(2):
+        descent.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        descent.step()
+    assert [name for name in before if torch.equal(learned[name], before[name])] == []
+    model.eval().save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(made(), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)

@@ -1,6 +1,7 @@
 """Operators by their specs, for modules that mechanisms import and that therefore cannot import them."""
 
 from collections.abc import Callable
+from typing import Any
 
 from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError
@@ -22,6 +23,7 @@ def operator_of(call: str, given: object) -> Operator:
     """
     if isinstance(given, str):
         return _readers[0](given)
+    given = in_use(given)
     if not isinstance(given, Operator):
         kind = type(given).__name__
         article = "an" if kind[:1] in "AEIOUaeiou" else "a"
@@ -32,4 +34,12 @@ def operator_of(call: str, given: object) -> Operator:
     return given
 
 
-__all__ = ["operator_of", "reads_specs"]
+def in_use(given: Any) -> Any:
+    """The module itself, or the copy of it that is in use where ``modules_to_save`` of peft has wrapped it."""
+    if isinstance(given, Operator) or not hasattr(given, "modules_to_save"):
+        return given
+    active = [] if given.disable_adapters else given.active_adapters
+    return given.modules_to_save[active[0]] if active else given.original_module
+
+
+__all__ = ["in_use", "operator_of", "reads_specs"]

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from zonal import mechanisms
 from zonal.algebra.metric import Product
+from zonal.algebra.named import in_use
 from zonal.algebra.operator import LEAK, Operator
 from zonal.algebra.prior import Decay, Window
 from zonal.algebra.score import Dot, NegativeDistance
@@ -96,11 +97,7 @@ def install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
 
 def operator_of(layer: Any) -> Operator | None:
     """The operator of a converted layer, also where ``modules_to_save`` of peft has wrapped it."""
-    held: Any = getattr(layer, "operator", None)
-    copies = getattr(held, "modules_to_save", None)
-    if copies is not None:
-        active = [] if held.disable_adapters else held.active_adapters
-        held = copies[active[0]] if active else held.original_module
+    held = in_use(getattr(layer, "operator", None))
     return held if isinstance(held, Operator) else None
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zonal.algebra.named import in_use
 from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay, relation
 from zonal.attention import attention
@@ -212,7 +213,7 @@ class TokenMixer(nn.Module, abc.ABC):
             raise self._refused(
                 "the memory comes from another kind of layer. Make it with this layer's empty_memory()."
             )
-        if memory.operator is not self.operator:
+        if memory.operator is not in_use(self.operator):
             raise self._refused(
                 "the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it "
                 "with load_memory()."
