@@ -167,8 +167,8 @@ def test_scores_of_any_size_give_finite_outputs_and_gradients(size: float, path:
 
 @pytest.mark.parametrize("path", ["dense", "chunked", "streaming"])
 def test_half_precision_rounds_once(path: str) -> None:
-    op, (q, k, v) = operator().float(), (x.bfloat16() for x in inputs(60))
-    exact = zonal.attention(*(x.double() for x in (q, k, v)), operator(), causal=True, path="dense")
+    op, (q, k, v) = operator().float(), [x.bfloat16() for x in inputs(60)]
+    exact = zonal.attention(q.double(), k.double(), v.double(), operator(), causal=True, path="dense")
     found = zonal.attention(q, k, v, op, causal=True, path=path)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import Row, State
+from zonal.algebra.bound import Far
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call, check_memory, tail
 from zonal.execution.paths import tile
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.features import feature_map
+from zonal.kernels.features import FAMILY as FEATURES
+from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
 from zonal.kernels.native import Reason
 from zonal.kernels.op import plain, recorded
@@ -153,7 +156,7 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     if fused is not None and fused.normalise:  # the same for vectors of any length
         q, k = placed.q, keys.k.to(placed.q)
     else:
-        fused, q, k = Fused(False, 1.0), far.queries(placed.q), far.keys(keys.k.to(placed.q))
+        fused, (q, k) = Fused(False, 1.0), _prepared(far, placed.q, keys.k.to(placed.q))
     until = (torch.arange(1 - queries, 1) + keys.length).clamp_min(0)
     start = torch.zeros_like(until)
     beyond = replace(call, bound=far.bound, coefficients=far.bound.coefficients.to(call.coefficients))
@@ -173,6 +176,17 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     else:
         y, _, final, _ = sums(given._replace(key_mask=keys.mask, lo=start, hi=until), spec)
     return y, final if spec.keeps else None
+
+
+def _prepared(far: Far, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of the far kernel, by the kernel of features where it has the map."""
+    dim, score = q.shape[-1], far.bound.score
+    layers = None
+    if FEATURES.refusal(q.device.type, q.dtype, lambda: None) is None:
+        layers = score.layers(dim, far.bound.score_params, None)
+    if layers is None or layers[0].left:  # those that are products stay products only in a call of their own
+        return far.queries(q), far.keys(k)
+    return made(q * dim**0.25, layers[0]), made(k * dim**-0.25, layers[1])
 
 
 def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
