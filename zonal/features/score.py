@@ -125,12 +125,9 @@ class Features(Score):
             layer = self.features.layer(numbers, side)
             if layer is None:
                 return None
-            if self.scaled and not self.features.unit:
-                shrink = dim**-0.25
-                shrunk = (e._replace(factor=e.factor * shrink, norm=e.norm * shrink**2) for e in layer.activations)
-                layer = layer._replace(activations=tuple(shrunk))
             name = type(self.features).__name__ if self._may_vanish else ""
-            found.append(layer._replace(unit=self.features.unit, name=name))
+            layer = layer._replace(unit=self.features.unit, name=name)
+            found.append(layer.of(dim**-0.25) if self.scaled else layer)
         return found[0].times(1 / self.temperature if scale is None else scale), found[1]
 
     def _standing(self, phi: Tensor) -> Tensor:

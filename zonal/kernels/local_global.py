@@ -61,8 +61,7 @@ def forward(inputs: WindowInputs, spec: TileSpec) -> Results:
     far = torch.where(some, far if inputs.level is None else far + inputs.level, float("-inf"))
     whole = torch.logaddexp(near, far)
     whole = whole.masked_fill(whole == float("-inf"), float("inf"))
-    y = y * (near - whole).exp().unsqueeze(-1)
-    y += inputs.beyond[..., :-1] * inputs.below(whole)
+    y.mul_((near - whole).exp().unsqueeze(-1)).addcmul_(inputs.beyond[..., :-1], inputs.below(whole))
     rounded = y.to(inputs.q.dtype)
     kept = not spec.inference and inputs.q.dtype != torch.float32
     return rounded, whole, (y - rounded).to(rounded.dtype) if kept else rest

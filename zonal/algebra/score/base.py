@@ -80,6 +80,13 @@ class FeatureLayer(NamedTuple):
             at += each.count
         return self._replace(activations=tuple(scaled))
 
+    def of(self, factor: float) -> "FeatureLayer":
+        """The features of vectors times a number > 0."""
+        if self.unit:
+            return self
+        shrunk = (e._replace(factor=e.factor * factor, norm=e.norm * factor**2) for e in self.activations)
+        return self._replace(activations=tuple(shrunk))
+
 
 class Clipped(NamedTuple):
     """A dot product of raw vectors with keys of limited length: scale (f q) . z, z = f k shortened to ``limit``.

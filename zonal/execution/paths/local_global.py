@@ -123,12 +123,12 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     level = None
     if placed.far.length:
         beyond, state = _summed(call, placed)
-        beyond = beyond * far_of(bound).weight.to(beyond).view(1, -1, 1, 1)
+        beyond = _times(beyond, far_of(bound).weight.to(beyond).view(1, -1, 1, 1))
     if placed.opening is not None:
         exact = _opened(call, placed, placed.opening)
         height = exact.top.clamp_min(0)
-        beyond = beyond * (-height).exp()
-        beyond = beyond + (exact.top - height).exp() * torch.cat([exact.total, exact.mass], -1)
+        found = torch.cat([exact.total, exact.mass], -1)
+        beyond = _times(found, (exact.top - height).exp()) + _times(beyond, (-height).exp())
         level = height.squeeze(-1)
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
     if fused is None or call.raw is None or placed.moved:
@@ -143,6 +143,11 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     inputs = WindowInputs(q, k, v, scale, tile.rows_of(call, code), beyond, level, placed.held.mask, col)
     spec = TileSpec(code, "row", fused.normalise, left=call.tags.window - 1, inference=not recorded(inputs))
     return local_global(inputs, spec)[0], state
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor, in place where no gradient needs x: a fresh buffer of this size takes longer than the product."""
+    return x * factor if recorded((x, factor)) else x.mul_(factor)
 
 
 def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
@@ -186,7 +191,7 @@ def _prepared(far: Far, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         layers = score.layers(dim, far.bound.score_params, None)
     if layers is None or layers[0].left:  # those that are products stay products only in a call of their own
         return far.queries(q), far.keys(k)
-    return made(q * dim**0.25, layers[0]), made(k * dim**-0.25, layers[1])
+    return made(q, layers[0].of(dim**0.25)), made(k, layers[1].of(dim**-0.25))
 
 
 def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
