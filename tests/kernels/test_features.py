@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,23 @@ def test_attention_is_as_good_as_the_dense_path(name: str, how: str, monkeypatch
     assert_as_good(got, run(other, torch.float32, "dense"), run(double, torch.float64, "dense"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["performer", "antithetic", "hedgehog", "slay-small"])
+def test_tiles_take_the_same_features(name: str, dtype: torch.dtype) -> None:
+    """Those that are no products by the kernel, with all gradients; products by torch."""
+    operator, tensors = operator_of(name), sample(130, dtype=dtype)
+    double, other = copy.deepcopy(operator).double(), copy.deepcopy(operator)
+
+    def run(operator: Operator, wide: torch.dtype, path: str) -> list[Tensor]:
+        leaves = [x.detach().to(wide).requires_grad_() for x in tensors]
+        y = zonal.attention(*leaves, operator, causal=True, path=path)
+        return with_gradients(y, [*leaves, *operator.parameters()])
+
+    assert_as_good(
+        run(operator, dtype, "tiled"), run(other, dtype, "dense"), run(double, torch.float64, "dense"), dtype
+    )
+
+
 @pytest.mark.parametrize("name", ["slay-small", "slay-decay", "slay-learned", "hedgehog", "performer"])
 def test_memories_of_the_kernel_are_those_of_torch(name: str) -> None:
     """Cut in pieces: the same rows as at once, and the state that a memory makes by torch."""
@@ -252,8 +270,7 @@ def test_torch_makes_the_features_where_their_kernel_is_missing(monkeypatch: pyt
     q, k, v = (x.detach() for x in sample(300))
     operator = operator_of("slay")
     y = zonal.attention(q, k, v, operator, causal=True, path="chunked")
-    monkeypatch.setattr(features_path, "layers_of", lambda call: None)
-    monkeypatch.setattr(sums_path, "layers_of", lambda call: None)
+    monkeypatch.setattr(features_path, "FAMILY", SimpleNamespace(refusal=lambda *given: "there is none"))
     monkeypatch.setattr(feature_kernel, "forward", None)
     found = sums_path.chunked(prepare(operator, q, k, v, causal=True), None)[0]
     assert (found - y).abs().max() < 1e-5
@@ -279,12 +296,13 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(y.sum(), tensors, create_graph=True)
 
 
+@pytest.mark.parametrize("path", ["chunked", "tiled"])
 @pytest.mark.parametrize("name", ["slay-small", "performer", "hedgehog"])
-def test_a_call_compiles_without_a_break(name: str) -> None:
+def test_a_call_compiles_without_a_break(name: str, path: str) -> None:
     operator, tensors = operator_of(name), sample(150)
 
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
+        return zonal.attention(q, k, v, operator, causal=True, path=path)
 
     compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
     leaves = [*tensors, *operator.parameters()]
