@@ -49,7 +49,7 @@ SUITES = {
     "sums": ("kernels/test_sums.py", "equals_definition"),
     "carried sums": ("kernels/test_sums_carried.py", "decays or cancel"),
     "ridge": ("kernels/test_ridge.py", "kernel_equals_definition or steps_equal or no_digits"),
-    "fading ridge": ("kernels/test_fading_ridge.py", "equals_definition and odd or pieces or gap"),
+    "fading ridge": ("kernels/test_fading_ridge.py", "equals_definition and odd or pieces or gap or steps_equal"),
     "decode": ("kernels/test_decode.py", "steps_equal or chunked_and_the_verbs"),
     "mixer": ("kernels/test_mixer.py", "of_float64 or borders or packed"),
     "distance": ("kernels/test_distance.py", "equals_definition or five_digits or clustered"),
