@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import documented
-from kernels.cpp_cases import KINDS, NAMES, SELECTED, refusal
+from kernels.cpp_cases import KINDS, LARGE, NAMES, SELECTED, refusal
 from matrix import CASES, DECLARED, fitted, inputs, randomised
 from torch import Tensor
 
@@ -65,6 +65,16 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     """At most twice the error of torch's tiles in the same precision, and a floor of rounding (gradients may cancel);
     outputs and every gradient.
     """
+    compare(selection, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("selection", [name for name in SELECTED if name.partition("/")[2] in LARGE])
+def test_kernel_equals_definition_in_float16(selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(selection, torch.float16, monkeypatch)
+
+
+def compare(selection: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise AssertionError unless the kernel is as near to the definition in float64 as torch's tiles, within 2."""
     name, case = SELECTED[selection]
     operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
     data = inputs(case).to(dtype)

@@ -59,8 +59,8 @@ def test_structs_are_as_a_compiler_lays_them_out() -> None:
     assert list(call.members)[8:14] == ["rows.batch", "rows.head", "cols.batch", "cols.head", "key_mask", "edges"]
     assert call.members["edges"].dtypes == (torch.int64,)
     assert call.members["q"].dtypes == ()  # void
-    # 10 pointers, 2 strides of 2 and 4 of 3, 17 numbers, 12 pointers, 2 numbers
-    assert call.size == 8 * (10 + 2 * 2 + 4 * 3 + 17 + 12 + 2)
+    # 10 pointers, 2 strides of 2 and 4 of 3, 18 numbers, 12 pointers, 2 numbers
+    assert call.size == 8 * (10 + 2 * 2 + 4 * 3 + 18 + 12 + 2)
     convolution = abi.Struct("mixer.cpp", "Convolution")
     assert [name for name in convolution.members if name.startswith("y.1")] == [
         "y.1.data",

@@ -31,7 +31,7 @@ from zonal.kernels.build import BuildError, InstructionSet
 VARIABLE = "ZONAL_KERNELS"
 LARGEST = 256
 """The largest key and value dimensions of the kernels that hold whole rows in registers."""
-_VERSION = 7
+_VERSION = 8
 Reason = str | None
 
 

@@ -29,6 +29,8 @@ SHAPES = {
     "dcol": "split B H S",
 }  # fmt: skip
 CALL = abi.Struct("common.hpp", "Call", SHAPES)
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The number of each type of tokens in the C++ sources."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,10 @@ def parts_of(inputs: TileInputs) -> tuple[int, int]:
     return split, threads if split == 1 else split * batch * kv_heads
 
 
-def _library(link: Formula, *tensors: Tensor) -> tuple[ctypes.CDLL, torch.dtype]:
-    """The library for these tensors, and the type in which it takes them.
-
-    That is bfloat16 where its instruction set multiplies pairs of bfloat16 and the last axes of bfloat16 tensors are
-    even, else float32.
-    """
-    pairs = all(x.dtype == torch.bfloat16 and x.shape[3] % 2 == 0 for x in tensors)
-    isa = FAMILY.isa(link, torch.bfloat16 if pairs else torch.float32)
-    return load(link, FAMILY.source, isa), torch.bfloat16 if isa.pairs else torch.float32
+def _library(link: Formula, q: Tensor, v: Tensor) -> ctypes.CDLL:
+    """The library for these tokens. Those that multiply pairs of bfloat16 take even dimensions."""
+    pairs = q.dtype == torch.bfloat16 and q.shape[3] % 2 == 0 and v.shape[3] % 2 == 0
+    return load(link, FAMILY.source, FAMILY.isa(link, torch.bfloat16 if pairs else torch.float32))
 
 
 def _trial(code: Formula, dtype: torch.dtype) -> Results:
@@ -134,22 +131,20 @@ def _trial(code: Formula, dtype: torch.dtype) -> Results:
 def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]:
     """(y (B, H, T, P), factor (B, H, T), rest). In log space with the row anchor, factor is log sum_s K.
 
-    y is in the type of q. ``rest`` is the rounding error of y in 16 bits. Backward takes dy . y with it, as a rounded y
-    would spoil gradients that cancel. It is empty in float32 and when no gradient is asked for.
+    q, k, v and y are of one type: float32, bfloat16 or float16. ``rest`` is the rounding error of y in 16 bits.
+    Backward takes dy . y with it, as a rounded y would spoil gradients that cancel. It is empty in float32 and when no
+    gradient is asked for.
     """
-    q, k, v = inputs[:3]
-    kept = not spec.inference and q.dtype != torch.float32
-    library, dtype = _library(spec.link, q, k, v)
-    pairs = dtype == torch.bfloat16
+    q, _, v = inputs[:3]
+    dtype = q.dtype
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
+    call.set({"type": _TYPES[dtype]})
     point_at(call, inputs, dtype)
     y, factor = call.new("y", dtype=dtype), call.new("factor")
-    rest = call.new("rest", dtype=dtype) if kept and pairs else q.new_empty(0)
-    call.run(library.zonal_forward)
-    if pairs:
-        return y, factor, rest
-    rounded = y.to(q.dtype)
-    return rounded, factor, (y - rounded).to(q.dtype) if kept else rest
+    kept = not spec.inference and dtype != torch.float32
+    rest = call.new("rest", dtype=dtype) if kept else q.new_empty(0)
+    call.run(_library(spec.link, q, v).zonal_forward)
+    return y, factor, rest
 
 
 def backward(
@@ -158,19 +153,16 @@ def backward(
     """Gradients of q, k, v in their types, of scale (H,), of coefficients (H, n) in float64, 0 if not learned, and of
     row and col.
     """
-    (dy,), (q, k, v, _, coefficients, *_), (y, factor, rest) = grads, inputs, results
+    (dy,), (q, _, v, _, coefficients, *_), (y, factor, rest) = grads, inputs, results
     assert dy is not None
-    scaled, learned = "scale" in asked, spec.learned if "coefficients" in asked else 0
-    library, dtype = _library(spec.link, q, k, v, dy)
-    pairs = dtype == torch.bfloat16
-    if not pairs:
-        y = y.float() + rest.float() if rest.numel() else y.float()
+    scaled, learned, dtype = "scale" in asked, spec.learned if "coefficients" in asked else 0, q.dtype
     split, places = parts_of(inputs)
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
-    call.set({"learned": learned, "split": split}, {"places": places, "columns": q.shape[3] + v.shape[3]})
+    numbers = {"type": _TYPES[dtype], "learned": learned, "split": split}
+    call.set(numbers, {"places": places, "columns": q.shape[3] + v.shape[3]})
     point_at(call, inputs, dtype)
     call.point("y", y, dtype)
-    call.point("rest", rest if rest.numel() and pairs else None, dtype)
+    call.point("rest", rest if rest.numel() else None, dtype)
     call.point("factor", factor)
     call.point("dy", dy, dtype)
     call.new("sums")
@@ -179,7 +171,7 @@ def backward(
     dcoefficients = call.new("dcoefficients", zero=True) if learned else None
     drow = call.new("drow", zero=True) if "row" in asked else None
     dcol = call.new("dcol", zero=True) if "col" in asked else None
-    call.run(library.zonal_backward)
+    call.run(_library(spec.link, q, v).zonal_backward)
     dc = None if dcoefficients is None else padded(dcoefficients.sum((0, 1)), coefficients)
     return (
         *found,

@@ -45,10 +45,10 @@ INLINE void as_column(const F& rows, const float* factors, int count, int64_t wi
       for (int j = 0; j < 8; ++j) put8(out + (d + j) * C + i, x[j]);
     }
     for (; d < width; ++d)
-      for (int j = 0; j < 8; ++j) out[d * C + i + j] = rows(i + j)[d] * factors[i + j];
+      for (int j = 0; j < 8; ++j) out[d * C + i + j] = number(rows(i + j)[d]) * factors[i + j];
   }
   for (; i < count; ++i)
-    for (int64_t d = 0; d < width; ++d) out[d * C + i] = rows(i)[d] * factors[i];
+    for (int64_t d = 0; d < width; ++d) out[d * C + i] = number(rows(i)[d]) * factors[i];
 }
 
 // The way back: column (width, C) times a factor a lane; f(lane, d, eight numbers from d on) and g(lane, d, number) take what comes.
@@ -153,7 +153,7 @@ inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 extern "C" {
 
-int64_t zonal_version() { return 7; }
+int64_t zonal_version() { return 8; }
 
 struct Strides {
   int64_t batch, head, token;
@@ -165,7 +165,8 @@ struct Plane {  // strides of (B, H, n) with n contiguous
 
 // What zonal/kernels/tile.py fills in. Last axes of q, k, v, dy have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
 // documents, or null. Who sees whom: TileSpec of the same file; left < 0: no window. The log prior of query t and key s is
-// row_t (B, H, T) + col_s (B, H, S) - slope (H) |position_t - s|, each part null where it is absent.
+// row_t (B, H, T) + col_s (B, H, S) - slope (H) |position_t - s|, each part null where it is absent. q, k, v, y, rest, dy and their gradients are of
+// one type.
 struct Call {
   const void *q, *k, *v;
   const float *scale, *coefficients, *slope;
@@ -174,8 +175,8 @@ struct Call {
   const uint8_t* key_mask;
   const int64_t* edges;
   Strides qs, ks, vs, dys;
-  int64_t B, H, Hkv, T, S, D, P, documents, causal, include_self, chunk, left, right, numbers, learned, anchor, normalise;
-  void *y, *rest;    // (B, H, T, P) contiguous, as all that follows but dy; what rounding y to bfloat16 left of it, or null
+  int64_t type, B, H, Hkv, T, S, D, P, documents, causal, include_self, chunk, left, right, numbers, learned, anchor, normalise;
+  void *y, *rest;    // (B, H, T, P) contiguous, as all that follows but dy; what rounding y to 16 bits left of it, or null
   float* factor;     // (B, H, T)
   const void* dy;
   void *dq, *dk, *dv;
@@ -189,6 +190,7 @@ struct Call {
 namespace {
 
 enum Anchor { ROW = 0, COUNT = 1, RAW = 2 };
+enum Type { FLOAT = 0, BFLOAT = 1, FLOAT16 = 2 };
 
 constexpr float UNIT = ZONAL_LOG && !ZONAL_MAP ? LOG2E : 1.f;  // of scores: in log space to base 2, but where a map takes them first
 
@@ -275,14 +277,17 @@ Shared share(const Call& c, Scratch& room) {
   return {scales, index, lo, hi, 1};
 }
 
-template <typename T>
-struct Head {  // where one head's things are
-  const T *q, *k, *v;
+struct HeadRules {  // what one head has, but for its tokens
   const float *key_scale, *coefficients;
   const int32_t *index, *lo, *hi;
   const double *row, *col;  // of the log prior, or null
   int64_t q_step, k_step, v_step;
   float scale, slope;
+};
+
+template <typename T>
+struct Head : HeadRules {  // and those, as they lie in memory
+  const T *q, *k, *v;
 };
 
 template <typename T>
@@ -365,8 +370,7 @@ struct Prior {
   }
 };
 
-template <typename T>
-Prior prior_of(const Call& c, const Head<T>& at, int64_t t0) {
+Prior prior_of(const Call& c, const HeadRules& at, int64_t t0) {
   Prior prior;
   prior.there = at.row != nullptr || at.col != nullptr || at.slope != 0.f;
   if (!prior.there) return prior;
@@ -400,12 +404,12 @@ struct Reach {  // the keys that any of several columns sees
   }
 };
 
-// scores x, y of N keys from place s on through the link (in log space through its map), its prior, its mask and the column's sums, into weights
-// (N, C). SUMS: the column's mass is summed up here; otherwise weights are rounded first, and a row's sum is of the rounded ones.
-template <bool SUMS, int N, typename T>
+// scores x, y of N keys from place s on through the link (in log space through its map), its mask and the column's sums, into weights (N, C).
+// SUMS: the column's mass is summed up here; otherwise weights are rounded first, and a row's sum is of the rounded ones.
+template <bool SUMS, int N>
 INLINE void record(
-    const Call& c, const Head<T>& at, const Sight& sight, const Prior& prior, int32_t s, V (&x)[N], V (&y)[N],
-    float* weights, Column& column) {
+    const Call& c, const HeadRules& at, const Sight& sight, int32_t s, V (&x)[N], V (&y)[N], float* weights,
+    Column& column) {
   const V nothing = ZONAL_LOG ? spread(NONE) : V{};
   values<N>(x, y, at.coefficients, static_cast<int>(c.numbers));
 #if ZONAL_MAP
@@ -414,19 +418,6 @@ INLINE void record(
     y[r] *= LOG2E;
   }
 #endif
-  if (prior.there)
-    EACH_ROW {
-      const int32_t key = at.index[s + r];
-      const float shared = prior.of_key(key);
-      const V first = prior(0, key, shared), second = prior(1, key, shared);
-#if ZONAL_LOG
-      x[r] += first;
-      y[r] += second;
-#else
-      x[r] *= prior_value(first);
-      y[r] *= prior_value(second);
-#endif
-    }
   if (s < sight.whole_first || s + N > sight.whole_last)
     EACH_ROW {
       x[r] = seen(sight, 0, s + r) ? x[r] : nothing;
@@ -450,7 +441,8 @@ INLINE void record(
 #if ZONAL_LOG
 // scores into weights relative to the running maximum, which has just become column.top; SUMS: as of ``record``
 template <bool SUMS>
-void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* weights, float* out, Column& column) {
+APART void exponentials(
+    const V (&before)[2], int64_t keys, int64_t value_dim, float* weights, float* out, Column& column) {
   const V none = spread(NONE);
   for (int j = 0; j < 2; ++j) {
     const V safe = column.top[j] > none ? column.top[j] : V{};
@@ -459,12 +451,14 @@ void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* 
       column.mass[j] *= keep;
       for (int64_t p = 0; p < value_dim; ++p) store(out + p * C + j * L, load(out + p * C + j * L) * keep);
     }
+    V mass = column.mass[j];  // in a register: a weight's place in memory might be its own
     for (int64_t s = 0; s < keys; ++s) {
       const V x = load(weights + s * C + j * L);
       const V w = x == none ? V{} : exp2(x - safe);  // NaN stays
-      if (SUMS) column.mass[j] += w;
+      if (SUMS) mass += w;
       store(weights + s * C + j * L, w);
     }
+    column.mass[j] = mass;
   }
 }
 #endif
@@ -492,16 +486,14 @@ void finish(const Call& c, const int32_t* lows, const int32_t* highs, int64_t b,
 #endif
     }
     T* y = static_cast<T*>(c.y) + row * c.P;
-    uint16_t* rest = c.rest == nullptr ? nullptr : static_cast<uint16_t*>(c.rest) + row * c.P;
+    T* rest = c.rest == nullptr ? nullptr : static_cast<T*>(c.rest) + row * c.P;
     const auto one = [&](int64_t lane, int64_t p, float x) {
       put(y + lane * c.P + p, x);
       if (rest != nullptr) put(rest + lane * c.P + p, x - number(y[lane * c.P + p]));
     };
     const auto eight = [&](int64_t lane, int64_t p, V8 x) {
-      if (rest == nullptr)
-        put8(y + lane * c.P + p, x);
-      else
-        for (int i = 0; i < 8; ++i) one(lane, p + i, x[i]);
+      put8(y + lane * c.P + p, x);
+      if (rest != nullptr) put8(rest + lane * c.P + p, x - load8(y + lane * c.P + p));
     };
     as_rows(out, factors, count, c.P, eight, one);
   }
@@ -563,8 +555,9 @@ void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, f
     // a unit vector does not change along itself
     const float inverse = c.normalise ? inverse_norm(k, c.D) : 0.f, back = c.normalise ? dot(dk, k, c.D) * inverse : 0.f;
     T *to_k = static_cast<T*>(c.dk) + (row + s) * c.D, *to_v = static_cast<T*>(c.dv) + (row + s) * c.P;
-    for (int64_t d = 0; d < c.D; ++d) put(to_k + d, dk[d] - back * (number(k[d]) * inverse));
-    for (int64_t p = 0; p < c.P; ++p) put(to_v + p, dv[p]);
+    for (int64_t d = 0; d < c.D && c.normalise; ++d) dk[d] -= back * (number(k[d]) * inverse);
+    narrow(dk, c.D, to_k);
+    narrow(dv, c.P, to_v);
   }
 }
 
@@ -578,12 +571,14 @@ void finish_queries(const Call& c, const Head<T>& at, int64_t b, int64_t h, int6
   as_rows(g, factors, count, c.D, eight, one);
   for (int i = 0; i < count; ++i) {
     const T* q = at.q + (t + i) * at.q_step;
-    const float *x = row + i * c.D, along = dot(x, q, c.D);
+    float* x = row + i * c.D;
+    const float along = dot(x, q, c.D);
     T* to = static_cast<T*>(c.dq) + ((b * c.H + h) * c.T + t + i) * c.D;
     // a unit vector does not change along itself
     const float inverse = c.normalise ? inverse_norm(q, c.D) : 0.f, back = along * inverse;
     if (dscale != nullptr) *dscale += along;
-    for (int64_t d = 0; d < c.D; ++d) put(to + d, scale * (x[d] - back * (number(q[d]) * inverse)));
+    for (int64_t d = 0; d < c.D; ++d) x[d] = scale * (x[d] - back * (number(q[d]) * inverse));
+    narrow(x, c.D, to);
   }
 }
 

@@ -38,7 +38,7 @@ APART void weigh(const Work& w, const Head<float>& at, const Keys& keys, const S
     x[r] *= LOG2E;
     y[r] *= LOG2E;
   }
-  record<true, N>(c, at, sight, Prior(), s, x, y, weights, sums);
+  record<true, N>(c, at, sight, s, x, y, weights, sums);
 }
 
 void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const Shared& shared, Scratch& scratch) {

@@ -1,4 +1,4 @@
-// Vectors of floats and of pairs of bfloat16. All that depends on the instruction set that a source is compiled for is in this file.
+// Vectors of floats, of pairs of bfloat16, and numbers of 16 bits in memory. All that depends on the instruction set that a source is compiled for is in this file.
 //
 // ZONAL_LANES: floats of a vector. ZONAL_REGISTERS: vector registers. ZONAL_PAIRS: bfloat16 is multiplied in pairs. They follow from the compiler's flags;
 // tests define them, so that the code for a wide set runs on a processor without it.
@@ -52,6 +52,8 @@ typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
 typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
 typedef uint16_t Half __attribute__((vector_size(2 * L), aligned(2), may_alias));
 typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t U8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t Half8 __attribute__((vector_size(16), aligned(2), may_alias));
 
 // ---- memory ------------------------------------------------------------------------------------------------------------------------------
 
@@ -73,13 +75,94 @@ inline void put(uint16_t* to, float x) {  // to the nearest, ties to even; NaN s
   std::memcpy(&bits, &x, 4);
   *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+struct Float16 {  // IEEE half precision; a plain uint16_t is bfloat16
+  uint16_t bits;
+};
+
+inline float number(Float16 x) {
+  const uint32_t low = (x.bits & 0x7fffu) << 13;
+  float out;
+  std::memcpy(&out, &low, 4);
+  out *= 0x1p112f;  // the exponent counts from 127 instead of 15; subnormal numbers become normal
+  uint32_t bits;
+  std::memcpy(&bits, &out, 4);
+  bits |= (x.bits & 0x8000u) << 16 | ((x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline void put(Float16* to, float x) {  // to the nearest, ties to even; NaN stays
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits >= 0x47800000u) {  // 65536
+    bits = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  } else if (bits < 0x38800000u) {  // below 2^-14: an addition rounds
+    float low;
+    std::memcpy(&low, &bits, 4);
+    low += 0.5f;
+    std::memcpy(&bits, &low, 4);
+    bits -= 0x3f000000u;
+  } else {
+    bits = (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(bits | sign);
+}
+inline V load(const Float16* p) {
+#if ZONAL_LANES == 16 && defined(__AVX512F__)
+  return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif ZONAL_LANES == 8 && defined(__F16C__)
+  return (V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  V out;
+  for (int i = 0; i < L; ++i) out[i] = number(p[i]);
+  return out;
+#endif
+}
 inline void store(float* p, V x) { *reinterpret_cast<V*>(p) = x; }
 inline V spread(float x) { return x - V{}; }  // x + 0 would be an addition: of -0 it is not x
 
 inline V8 load8(const float* p) { return *reinterpret_cast<const V8*>(p); }
+inline V8 load8(const uint16_t* p) {
+  const U8 wide = __builtin_convertvector(*reinterpret_cast<const Half8*>(p), U8) << 16;
+  return reinterpret_cast<const V8&>(wide);
+}
+inline V8 load8(const Float16* p) {
+#ifdef __F16C__
+  return (V8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  V8 out;
+  for (int i = 0; i < 8; ++i) out[i] = number(p[i]);
+  return out;
+#endif
+}
 inline void put8(float* p, V8 x) { *reinterpret_cast<V8*>(p) = x; }
 inline void put8(uint16_t* p, V8 x) {
+  const U8 bits = reinterpret_cast<const U8&>(x), near = bits + 0x7fff + ((bits >> 16) & 1);
+  *reinterpret_cast<Half8*>(p) = __builtin_convertvector((x == x ? near : bits | 0x400000u) >> 16, Half8);
+}
+inline void put8(Float16* p, V8 x) {
+#ifdef __F16C__
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, 0));
+#else
   for (int i = 0; i < 8; ++i) put(p + i, x[i]);
+#endif
+}
+
+// n numbers times a factor, as floats
+template <typename S>
+inline void widen(const S* from, int64_t n, float factor, float* to) {
+  int64_t i = 0;
+  for (; i + L <= n; i += L) store(to + i, load(from + i) * factor);
+  for (; i < n; ++i) to[i] = number(from[i]) * factor;
+}
+
+// n floats as numbers of a type
+template <typename S>
+inline void narrow(const float* from, int64_t n, S* to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) put8(to + i, load8(from + i));
+  for (; i < n; ++i) put(to + i, from[i]);
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------------------------------

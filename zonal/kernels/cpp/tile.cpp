@@ -8,7 +8,8 @@
 //   Y^T (P x C)     += V^T W^T
 //   backward: dW^T = V dY^T, dS^T = (dW^T - D) l'(S^T), dQ^T += K^T dS^T, dK += dS^T Q, dV += W^T dY
 //
-// T is float, or bfloat16 where the instruction set multiplies it in pairs, with float32 sums: two neighbouring
+// Tokens lie in memory as float32, bfloat16 or float16 (S). T, what is multiplied, is float, to which blocks of shorter
+// tokens are widened, or bfloat16 where the instruction set multiplies it in pairs, with float32 sums: two neighbouring
 // coordinates for S^T and dW^T, two neighbouring keys for Y^T and dQ^T, two neighbouring queries for dV and dK. In pairs
 // queries and keys enter as they are, so that scores carry no rounding but that of their inputs: scale and norms follow
 // in float32, and so does the link. Only W and dS are rounded to bfloat16. A row's sum is that of the rounded weights:
@@ -23,11 +24,25 @@ constexpr int KEYS = 96;         // keys of a block, a multiple of R: K and V of
 constexpr int SPAN = 64;         // queries of a block, backward
 constexpr int BANDS = SPAN / C;  // columns of them
 
+struct Counting {
+  int32_t at[KEYS];
+  constexpr Counting() : at() {
+    for (int i = 0; i < KEYS; ++i) at[i] = i;
+  }
+};
+constexpr Counting COUNTING;  // the index of rows that lie one after another
+
 template <typename T>
 struct Tile {
   static constexpr int W = PER_WORD<T>;
   static constexpr bool PAIRS = W == 2;
   using Rows = RowsAt<T, !PAIRS>;
+
+  struct Keys {  // the keys of a block from place ``from`` on, or their values
+    RowsAt<T, true> rows;
+    int32_t from;
+    const T* operator()(int32_t s) const { return rows(s - from); }
+  };
 
   template <typename N = T>
   static N* take(Scratch& scratch, int64_t numbers) {
@@ -43,10 +58,11 @@ struct Tile {
 
   // scores of N keys from place s on with a column, in the domain of the link
   template <int N>
-  static INLINE void scores(const Call& c, const Head<T>& at, const Queries& q, int32_t s, V (&x)[N], V (&y)[N]) {
+  static INLINE void scores(
+      const Call& c, const HeadRules& at, const Keys& keys, const Queries& q, int32_t s, V (&x)[N], V (&y)[N]) {
     const T* rows[N];
     EACH_ROW {
-      rows[r] = at.k + at.index[s + r] * at.k_step;
+      rows[r] = keys(s + r);
       x[r] = y[r] = V{};
     }
     add_rows<N>(rows, q.numbers, W * C, c.D / W, x, y);
@@ -68,17 +84,30 @@ struct Tile {
   // W^T of N keys (in log space: the scores, and their maximum)
   template <int N>
   static APART void weigh(
-      const Call& c, const Head<T>& at, const Sight& sight, const Queries& q, int32_t s, float* weights,
-      Column& column) {
+      const Call& c, const HeadRules& at, const Keys& keys, const Sight& sight, const Queries& q, int32_t s,
+      float* weights, Column& column) {
     V x[N], y[N];
-    scores<N>(c, at, q, s, x, y);
-    record<!PAIRS, N>(c, at, sight, q.prior, s, x, y, weights, column);
+    scores<N>(c, at, keys, q, s, x, y);
+    record<!PAIRS, N>(c, at, sight, s, x, y, weights, column);
   }
 
-  // Rows of keys at places [s0, s1) as products sum over them: in pairs, neighbours together (keys / 2, width, 2) in
-  // ``out``; an odd last one is paired with zeros.
+  // Rows at places [s0, s1), at most KEYS of them: where they are, or widened in ``out``
+  template <typename S>
+  static RowsAt<T, true> rows_of(
+      const S* rows, int64_t step, const int32_t* index, int32_t s0, int32_t s1, int64_t width, T* out) {
+    if constexpr (std::is_same_v<S, T>) {
+      return {rows, step, index + s0};
+    } else {
+      for (int32_t s = s0; s < s1; ++s) widen(rows + index[s] * step, width, 1.f, out + (s - s0) * width);
+      return {out, width, COUNTING.at};
+    }
+  }
+
+  // Such rows as products sum over them: in pairs, neighbours together (keys / 2, width, 2) in ``out``; an odd last one
+  // is paired with zeros.
+  template <typename S>
   static Rows by_keys(
-      const T* rows, int64_t step, const int32_t* index, int32_t s0, int32_t s1, int64_t width, T* out) {
+      const S* rows, int64_t step, const int32_t* index, int32_t s0, int32_t s1, int64_t width, T* out) {
     if constexpr (PAIRS) {
       for (int32_t s = s0; s < s1; s += 2) {
         const T *first = rows + index[s] * step, *second = s + 1 < s1 ? rows + index[s + 1] * step : nullptr;
@@ -90,7 +119,7 @@ struct Tile {
       }
       return {out, 2 * width, nullptr};
     } else {
-      return {rows, step, index + s0};
+      return rows_of(rows, step, index, s0, s1, width, out);
     }
   }
 
@@ -116,25 +145,48 @@ struct Tile {
     }
   }
 
-  struct Room {  // of a thread, forward: W^T of a block (KEYS, C), that as words, and values of a block in pairs
+  struct Room {  // of a thread, forward: W^T of a block (KEYS, C), and that as words
     float* weights;
-    T *words, *values;
+    T* words;
   };
 
-  // keys of the block [from, to), of values ``values``, into a column's sums out (P, C)
+  // The prior comes to W^T of keys [s0, s1), and the column's maximum or mass (``sums``) is taken again from what it was
+  // ``before``. It is a pass of its own, so that the products of other calls are compiled without it.
+  static APART void tilt(
+      const HeadRules& at, const Prior& prior, int32_t s0, int32_t s1, float* weights, const V (&before)[2],
+      V (&sums)[2]) {
+    for (int j = 0; j < 2; ++j) sums[j] = before[j];
+    for (int32_t s = s0; s < s1; ++s, weights += C) {
+      const int32_t key = at.index[s];
+      const float shared = prior.of_key(key);
+      for (int j = 0; j < 2; ++j) {
+        V w = load(weights + j * L);
+#if ZONAL_LOG
+        w += prior(j, key, shared);
+        sums[j] = most(sums[j], w);
+#else
+        w *= prior_value(prior(j, key, shared));
+        if (!PAIRS) sums[j] += w;
+#endif
+        store(weights + j * L, w);
+      }
+    }
+  }
+
+  // a block of keys up to place ``to``, of values ``values``, into a column's sums out (P, C)
   static void absorb(
-      const Call& c, const Head<T>& at, const Sight& sight, const Queries& q, int32_t from, int32_t to,
+      const Call& c, const HeadRules& at, const Keys& block, const Sight& sight, const Queries& q, int32_t to,
       const Rows& values, const Room& room, float* out, Column& column) {
-    const int32_t skipped = std::max(0, sight.first - from) / W * W, s0 = from + skipped;
+    const int32_t from = block.from, skipped = std::max(0, sight.first - from) / W * W, s0 = from + skipped;
     const int32_t s1 = std::min(to, sight.last), keys = s1 - s0;
     if (keys <= 0) return;
-#if ZONAL_LOG
-    const V before[2] = {column.top[0], column.top[1]};
-#endif
+    V(&sums)[2] = ZONAL_LOG ? column.top : column.mass;
+    const V before[2] = {sums[0], sums[1]};
     for (int32_t s = s0; s < s1; s += R)
       with_rows<R>(std::min<int>(R, s1 - s), [&](auto n) {
-        weigh<decltype(n)::value>(c, at, sight, q, s, room.weights + (s - s0) * C, column);
+        weigh<decltype(n)::value>(c, at, block, sight, q, s, room.weights + (s - s0) * C, column);
       });
+    if (q.prior.there) tilt(at, q.prior, s0, s1, room.weights, before, sums);
 #if ZONAL_LOG
     exponentials<!PAIRS>(before, keys, c.P, room.weights, out, column);
 #endif
@@ -143,7 +195,8 @@ struct Tile {
   }
 
   // queries t0 … as a column; lanes past the end are zeros
-  static void pack_queries(const Call& c, const Head<T>& at, int64_t t0, const Queries& to) {
+  template <typename S>
+  static void pack_queries(const Call& c, const Head<S>& at, int64_t t0, const Queries& to) {
     const int count = static_cast<int>(std::min<int64_t>(C, c.T - t0));
     const auto row = [&](int i) { return at.q + (t0 + i) * at.q_step; };
     float factors[C] = {};
@@ -162,11 +215,13 @@ struct Tile {
     for (int64_t d = 0; d < width; d += 2) std::memcpy(column + d * C + 2 * i, row + d, 2 * sizeof(T));
   }
 
+  template <typename S>
   static void forward(
       const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const Shared& shared, Scratch& scratch) {
-    const Head<T> at = head_of<T>(c, b, h, shared);
+    const Head<S> at = head_of<S>(c, b, h, shared);
+    constexpr bool WIDENS = !std::is_same_v<S, T>;
     const int64_t columns = (t1 - t0 + C - 1) / C;
-    scratch.begin(COLUMNS * C * (c.D + c.P + 1) + KEYS * (2 * C + c.P));
+    scratch.begin(COLUMNS * C * (c.D + c.P + 1) + KEYS * (2 * C + c.P + c.D));
     T* numbers = take(scratch, COLUMNS * C * c.D);
     float* gains = scratch.take(COLUMNS * C);
     Queries queries[COLUMNS];
@@ -181,16 +236,17 @@ struct Tile {
     }
     float* out = scratch.take(COLUMNS * C * c.P);
     std::memset(out, 0, sizeof(float) * columns * C * c.P);
-    const Room room = {
-        scratch.take(KEYS * C), PAIRS ? take(scratch, KEYS * C) : nullptr,
-        PAIRS ? take(scratch, KEYS * c.P) : nullptr};
+    const Room room = {scratch.take(KEYS * C), PAIRS ? take(scratch, KEYS * C) : nullptr};
+    T* value_room = PAIRS || WIDENS ? take(scratch, KEYS * c.P) : nullptr;
+    T* key_room = WIDENS ? take(scratch, KEYS * c.D) : nullptr;
     for (int32_t s = reach.first; s < reach.last; s += KEYS) {
       const int32_t end = std::min(s + KEYS, reach.last);
-      const Rows values = by_keys(at.v, at.v_step, at.index, s, end, c.P, room.values);
+      const Keys keys = {rows_of(at.k, at.k_step, at.index, s, end, c.D, key_room), s};
+      const Rows values = by_keys(at.v, at.v_step, at.index, s, end, c.P, value_room);
       for (int64_t i = 0; i < columns; ++i)
-        absorb(c, at, sights[i], queries[i], s, end, values, room, out + i * C * c.P, sums[i]);
+        absorb(c, at, keys, sights[i], queries[i], end, values, room, out + i * C * c.P, sums[i]);
     }
-    finish<T>(c, at.lo, at.hi, b, h, t0, t1, sums, out);
+    finish<S>(c, at.lo, at.hi, b, h, t0, t1, sums, out);
   }
 
   // ---- backward ----------------------------------------------------------------------------------------------------
@@ -201,11 +257,13 @@ struct Tile {
     T *dy_columns, *dy_rows;             // dY alike, (BANDS, P / W, C, W) and (SPAN / W, up(P, C), W)
     float *factor, *shared, *lse;        // the row's factor, dy . y times it, its log-sum-exp (base 2), (SPAN)
     float *inverse, *dq;                 // 1 / norm of the query; as columns (BANDS, D, C)
+    T *keys, *values;                    // room for keys and values of a block that are widened, (KEYS, D), (KEYS, P)
     T *weights, *grads, *changes;        // W^T and dS^T (KEYS, SPAN) as sums over queries take them; dS^T over keys
   };
 
   // Scales, norms and factors of queries are in the numbers of a block already, but for pairs.
-  static void pack_block(const Call& c, const Head<T>& at, int64_t b, int64_t h, int64_t t0, const Block& block) {
+  template <typename S>
+  static void pack_block(const Call& c, const Head<S>& at, int64_t b, int64_t h, int64_t t0, const Block& block) {
     const int64_t D16 = up(c.D, C), P16 = up(c.P, C);
     const bool online = ZONAL_LOG && c.anchor == ROW;
     const int count = static_cast<int>(std::min<int64_t>(SPAN, c.T - t0));
@@ -223,9 +281,9 @@ struct Tile {
       column.gain[i % C] = 0;
       if (i >= count) continue;
       const int64_t row = (b * c.H + h) * c.T + t0 + i;
-      const T *q = at.q + (t0 + i) * at.q_step, *y = static_cast<const T*>(c.y) + row * c.P;
-      const T* dy = static_cast<const T*>(c.dy) + b * c.dys.batch + h * c.dys.head + (t0 + i) * c.dys.token;
-      const T* rest = static_cast<const T*>(c.rest);
+      const S *q = at.q + (t0 + i) * at.q_step, *y = static_cast<const S*>(c.y) + row * c.P;
+      const S* dy = static_cast<const S*>(c.dy) + b * c.dys.batch + h * c.dys.head + (t0 + i) * c.dys.token;
+      const S* rest = static_cast<const S*>(c.rest);
       block.inverse[i] = query_scale(c, q, 1.f);
       const float gain = at.scale * block.inverse[i], factor = online ? 1.f : c.factor[row];
       block.factor[i] = factor;
@@ -236,10 +294,13 @@ struct Tile {
       if constexpr (PAIRS) {
         as_lane(q, c.D, i % C, column.numbers);
         as_lane(dy, c.P, i % C, block.dy_columns + i / C * C * c.P);
+        T *to = block.rows + i / W * W * D16 + i % W, *dy_to = block.dy_rows + i / W * W * P16 + i % W;
+        for (int64_t d = 0; d < c.D; ++d) to[d * W] = q[d];
+        for (int64_t p = 0; p < c.P; ++p) dy_to[p * W] = dy[p];
+      } else {
+        widen(q, c.D, gain, block.rows + i * D16);
+        widen(dy, c.P, factor, block.dy_rows + i * P16);
       }
-      T *to = block.rows + i / W * W * D16 + i % W, *dy_to = block.dy_rows + i / W * W * P16 + i % W;
-      for (int64_t d = 0; d < c.D; ++d) to[d * W] = PAIRS ? q[d] : static_cast<T>(q[d] * gain);
-      for (int64_t p = 0; p < c.P; ++p) dy_to[p * W] = PAIRS ? dy[p] : static_cast<T>(dy[p] * factor);
     }
     if constexpr (!PAIRS) {
       float ones[C];
@@ -253,9 +314,10 @@ struct Tile {
   }
 
   template <int N>
-  static APART void scores_apart(const Call& c, const Head<T>& at, const Queries& q, int32_t s, float* out) {
+  static APART void scores_apart(
+      const Call& c, const HeadRules& at, const Keys& keys, const Queries& q, int32_t s, float* out) {
     V x[N], y[N];
-    scores<N>(c, at, q, s, x, y);
+    scores<N>(c, at, keys, q, s, x, y);
     EACH_ROW {
       store(out + r * C, x[r]);
       store(out + r * C + L, y[r]);
@@ -270,24 +332,24 @@ struct Tile {
   };
 
   // W^T and dS^T of N keys from place s on, an even one in pairs, with one column: into ``place`` of the block's tiles,
-  // and as pairs of keys into ``changes``
-  template <int N>
-  static inline void gradients(
-      const Call& c, const Head<T>& at, const Sight& sight, const Block& block, int band, int32_t s, int64_t place,
-      T* changes, const Others& others) {
+  // and as pairs of keys into ``changes``. TILTED: there is a log prior.
+  template <int N, bool TILTED>
+  static APART void gradients(
+      const Call& c, const HeadRules& at, const Keys& keys, const Keys& values, const Sight& sight, const Block& block,
+      int band, int32_t s, int64_t place, T* changes, const Others& others) {
     float scored[N * C], changed[N * C];
     const Queries& q = block.queries[band];
     const Prior& prior = q.prior;
-    scores_apart<N>(c, at, q, s, scored);
+    scores_apart<N>(c, at, keys, q, s, scored);
     const T* rows[N];
-    EACH_ROW rows[r] = at.v + at.index[s + r] * at.v_step;
+    EACH_ROW rows[r] = values(s + r);
     rows_by_columns<N>(rows, block.dy_columns + band * C * c.P, W * C, c.P / W, changed);
     const bool whole = s >= sight.whole_first && s + N <= sight.whole_last;
     const int n = static_cast<int>(c.numbers);
     (void)n;
     EACH_ROW {
       const int32_t key = at.index[s + r];
-      const float shared = prior.there ? prior.of_key(key) : 0.f;
+      const float shared = TILTED ? prior.of_key(key) : 0.f;
       for (int j = 0; j < 2; ++j) {
         const int lane = band * C + j * L;
         const V score = load(scored + r * C + j * L);
@@ -296,21 +358,23 @@ struct Tile {
         ds -= load(block.shared + lane);
 #if ZONAL_LOG
         V power = value(score, at.coefficients, n) * LOG2E - load(block.lse + lane);
-        if (prior.there) power += prior(j, key, shared);
+        if (TILTED) power += prior(j, key, shared);
         V w = weight_again(c, power);
         if (!whole) w = seen(sight, j, s + r) ? w : V{};
         ds *= w;
-        add_to_prior(others, ds, band, j, key);
+        if (TILTED) add_to_prior(others, ds, band, j, key);
 #else
-        const V b = prior.there ? prior_value(prior(j, key, shared)) : spread(1.f);
+        const V b = TILTED ? prior_value(prior(j, key, shared)) : V{};
         V w = value(score, at.coefficients, n);
-        if (prior.there) w *= b;
+        if (TILTED) w *= b;
         if (!whole) {
           w = seen(sight, j, s + r) ? w : V{};
           ds = seen(sight, j, s + r) ? ds : V{};
         }
-        add_to_prior(others, ds * w, band, j, key);
-        if (prior.there) ds *= b;
+        if (TILTED) {
+          add_to_prior(others, ds * w, band, j, key);
+          ds *= b;
+        }
 #endif
 #if !ZONAL_LOG || ZONAL_MAP
         if (others.partial != nullptr) {
@@ -348,8 +412,10 @@ struct Tile {
     if (others.col != nullptr) others.col[key] += sum(change);
   }
 
+  // ``pairs``: all keys in pairs
+  template <typename S>
   static void backward_block(
-      const Call& c, const Head<T>& at, const Part& part, int64_t h, int64_t t0, Block& block, const Rows& keys,
+      const Call& c, const Head<S>& at, const Part& part, int64_t h, int64_t t0, Block& block, const Rows& pairs,
       Others others) {
     const int bands = static_cast<int>((std::min<int64_t>(SPAN, c.T - t0) + C - 1) / C);
     pack_block(c, at, part.b, h, t0, block);
@@ -365,6 +431,8 @@ struct Tile {
     others.lanes = lanes;
     for (int32_t s0 = reach.first / W * W; s0 < reach.last; s0 += KEYS) {
       const int32_t s1 = std::min(s0 + KEYS, reach.last);
+      const Keys keys = {rows_of(at.k, at.k_step, at.index, s0, s1, c.D, block.keys), s0};
+      const Keys values = {rows_of(at.v, at.v_step, at.index, s0, s1, c.P, block.values), s0};
       for (int k = 0; k < c.learned; ++k) partial[k] = V{};
       for (V& sums : lanes) sums = V{};
       for (int i = 0; i < BANDS; ++i) {
@@ -377,15 +445,18 @@ struct Tile {
           }
         for (int32_t s = begin; s < end; s += R)
           with_rows<R>(std::min<int>(R, end - s), [&](auto n) {
-            gradients<decltype(n)::value>(
-                c, at, sights[i], block, i, s, (s - s0) * SPAN + i * C, PAIRS ? block.changes + (s - begin) * C : nullptr,
-                others);
+            constexpr int N = decltype(n)::value;
+            const auto run = block.queries[i].prior.there ? gradients<N, true> : gradients<N, false>;
+            run(c, at, keys, values, sights[i], block, i, s, (s - s0) * SPAN + i * C,
+                PAIRS ? block.changes + (s - begin) * C : nullptr, others);
           });
         if (begin >= end) continue;
         const T* changes = PAIRS ? block.changes : block.grads + (begin - s0) * SPAN + i * C;
+        Rows rows;
+        if constexpr (PAIRS) rows = Tile::from(pairs, begin);
+        else rows = Tile::from(keys.rows, begin - s0);
         columns_by_columns(
-            Tile::from(keys, begin), c.D, changes, PAIRS ? 2 * C : SPAN, (end - begin + W - 1) / W,
-            block.dq + i * C * c.D);
+            rows, c.D, changes, PAIRS ? 2 * C : SPAN, (end - begin + W - 1) / W, block.dq + i * C * c.D);
       }
       add_outer<SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, part.dv);
       add_outer<SPAN>(block.grads, block.rows, c.D, at.index + s0, s1 - s0, part.dk);
@@ -401,9 +472,13 @@ struct Tile {
     }
   }
 
+  template <typename S>
   static void backward(const Call& c, const Part& part, Scratch& scratch) {
+    constexpr bool WIDENS = !std::is_same_v<S, T>;
     const int64_t D16 = up(c.D, C), P16 = up(c.P, C), groups = c.H / c.Hkv;
-    scratch.begin(SPAN * (2 * c.D + c.P + D16 + P16 + 5) + KEYS * (2 * SPAN + C) + (PAIRS ? up(c.S, 2) * c.D : 0));
+    scratch.begin(
+        SPAN * (2 * c.D + c.P + D16 + P16 + 5) + KEYS * (2 * SPAN + C) +
+        (PAIRS ? up(c.S, 2) * c.D : WIDENS ? KEYS * (c.D + c.P) : 0));
     Block block;
     T* numbers = take(scratch, SPAN * c.D);
     float* gains = scratch.take(SPAN);
@@ -416,11 +491,16 @@ struct Tile {
     block.weights = take(scratch, KEYS * SPAN);
     block.grads = take(scratch, KEYS * SPAN);
     block.changes = PAIRS ? take(scratch, KEYS * C) : nullptr;
-    T* room = PAIRS ? take(scratch, up(c.S, 2) * c.D) : nullptr;
-    const Head<T> first = head_of<T>(c, part.b, part.kv * groups, part.shared);
-    const Rows keys = by_keys(first.k, first.k_step, first.index, 0, static_cast<int32_t>(c.S), c.D, room);
+    block.keys = WIDENS ? take(scratch, KEYS * c.D) : nullptr;
+    block.values = WIDENS ? take(scratch, KEYS * c.P) : nullptr;
+    Rows pairs = {};
+    if constexpr (PAIRS) {
+      const Head<S> first = head_of<S>(c, part.b, part.kv * groups, part.shared);
+      T* room = take(scratch, up(c.S, 2) * c.D);
+      pairs = by_keys(first.k, first.k_step, first.index, 0, static_cast<int32_t>(c.S), c.D, room);
+    }
     for (int64_t h = part.kv * groups; h < (part.kv + 1) * groups; ++h) {
-      const Head<T> at = head_of<T>(c, part.b, h, part.shared);
+      const Head<S> at = head_of<S>(c, part.b, h, part.shared);
       const int64_t place = (part.part * c.B + part.b) * c.H + h;
       Others others = {};
       if (c.dscale != nullptr) others.scale = c.dscale + place;
@@ -428,22 +508,38 @@ struct Tile {
       if (c.drow != nullptr) others.row = c.drow + (part.b * c.H + h) * c.T;
       if (c.dcol != nullptr) others.col = c.dcol + place * c.S;
       for (int64_t t0 = part.part * SPAN; t0 < c.T; t0 += c.split * SPAN)
-        backward_block(c, at, part, h, t0, block, keys, others);
+        backward_block(c, at, part, h, t0, block, pairs, others);
     }
   }
 };
 
+// f of the numbers that tokens are made of
+template <typename F>
+int with_type(const Call& c, const F& f) {
 #if ZONAL_PAIRS
-using Element = uint16_t;
+  return f(uint16_t());
 #else
-using Element = float;
+  return c.type == BFLOAT ? f(uint16_t()) : c.type == FLOAT16 ? f(Float16()) : f(float());
 #endif
+}
+
+using Products = Tile<std::conditional_t<ZONAL_PAIRS, uint16_t, float>>;
 
 }  // namespace
 
 extern "C" {
 
-// Both return 0, or 1 when memory ran out. In pairs D is even, and for backward so is P.
-int zonal_forward(const Call* call) { return run_forward<Element>(*call, Tile<Element>::forward); }
-int zonal_backward(const Call* call) { return run_backward<Element>(*call, Tile<Element>::backward); }
+// Both return 0, or 1 when memory ran out. In pairs the type is bfloat16, D is even, and for backward so is P.
+int zonal_forward(const Call* call) {
+  return with_type(*call, [&](auto zero) {
+    using S = decltype(zero);
+    return run_forward<S>(*call, Products::forward<S>);
+  });
+}
+int zonal_backward(const Call* call) {
+  return with_type(*call, [&](auto zero) {
+    using S = decltype(zero);
+    return run_backward<S>(*call, Products::backward<S>);
+  });
+}
 }
