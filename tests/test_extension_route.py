@@ -69,7 +69,7 @@ def test_a_route_takes_two_files(tmp_path: Path) -> None:
     above = '    Route("tiled", "torch", '
     assert table.count(above) == 1
     table = table.replace(above, row + above).replace(
-        "import chunked, distance, ", "import chunked, distance, fused, ", 1
+        "    distance,\n", "    distance,\n    fused,\n", 1
     )
     (execution / "routes.py").write_text(table, encoding="utf-8")
     surroundings = {**os.environ, "PYTHONPATH": str(tmp_path)}

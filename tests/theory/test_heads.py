@@ -40,6 +40,7 @@ NAMED: dict[str, Callable[[], nn.Attention]] = {
     "Ridge": lambda: layer("ridge(fading=True)"),
     "Koopman": lambda: layer("ska(power=1)", key_gate=True, kv_heads=1),
     "kernel_ridge": lambda: nn.Attention(12, 2, m.softmax().replace(score=score.Dot(scale=1), anchor=anchor.Ridge())),
+    "LocalGlobal": lambda: layer("local_global(window=3, first=1, far='hedgehog(size=8)')", kv_heads=1),
     "Plan": lambda: layer("sinkhorn", causal=False),
     "UnbalancedPlan": lambda: nn.Attention(
         12, 2, m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.5, 2.0), learn=True)), causal=False

@@ -28,9 +28,12 @@ def opened(call: str, path: Path, implementation: str | None = None) -> tuple[An
     given = {} if implementation is None else {"attn_implementation": implementation}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, **given, dtype=torch.float32, use_safetensors=True)
-        return model.eval(), AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, ImportError) as error:
         raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
+    if path.suffix == ".gguf":  # its weights are plain float32 numbers now, which can be saved
+        model.hf_quantizer.remove_quantization_config(model)
+    return model.eval(), tokenizer
 
 
 __all__ = ["opened"]
