@@ -68,9 +68,7 @@ def test_a_route_takes_two_files(tmp_path: Path) -> None:
     row = '    Route("tiled", "torch fused", fused.refusal, fused.work, _whole(fused.run), 10 * _TORCH, "sums"),\n'
     above = '    Route("tiled", "torch", '
     assert table.count(above) == 1
-    table = table.replace(above, row + above).replace(
-        "    distance,\n", "    distance,\n    fused,\n", 1
-    )
+    table = table.replace(above, row + above).replace("    distance,\n", "    distance,\n    fused,\n", 1)
     (execution / "routes.py").write_text(table, encoding="utf-8")
     surroundings = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

@@ -27,7 +27,7 @@ def opened(call: str, path: Path, implementation: str | None = None) -> tuple[An
     )
     given = {} if implementation is None else {"attn_implementation": implementation}
     try:
-        model = AutoModelForCausalLM.from_pretrained(**where, **given, dtype=torch.float32, use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, **given, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, ImportError) as error:
         raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
