@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_llama import SIZES
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zonal import hf
@@ -30,11 +31,7 @@ def model(kind: str) -> Any:
         return hf.ZonalForCausalLM(
             hf.ZonalConfig(vocab_size=61, dim=32, layers="squared_affine, ska(power=1)", heads=4, rotary=True)
         ).eval()
-    sizes: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-    }  # fmt: skip
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, eos_token_id=0, **sizes)).eval()
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, eos_token_id=0, **SIZES)).eval()
     hf.convert(made, "squared_affine", layers=None if kind == "converted" else [1], cache="memory")
     return made
 
@@ -116,8 +113,7 @@ def test_documents_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, **sizes))
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, **SIZES))
     with pytest.raises(ArgumentError, match="a converted model is required"):
         hf.ContextMemory(plain, tokenizer())
     context = hf.ContextMemory(model("converted"), tokenizer())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_llama import SIZES
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from zonal import hf
@@ -18,11 +19,6 @@ from zonal.data.corpora import novel
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf import distil
 from zonal.hf.examine import by_position, nats, needle, pairs
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(root / "model")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES)
+    config = transformers.LlamaConfig(
+        vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES | {"num_hidden_layers": 4}
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
     (root / "text.txt").write_text(text)
     return root

@@ -7,23 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_llama import SIZES
 
 from zonal import hf
 from zonal.errors import ArgumentError
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
 
 def llama(operator: Any = "squared_affine", **conversion: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=29, pad_token_id=0, eos_token_id=None, initializer_range=0.3, **SIZES)
+    config = transformers.LlamaConfig(vocab_size=29, pad_token_id=0, eos_token_id=None, **SIZES)
     model = transformers.LlamaForCausalLM(config).eval()
     hf.convert(model, operator, cache="memory", **conversion)
     return model

@@ -57,7 +57,7 @@ class Convert:
     """Steps of distillation, at most."""
     transfer_rate: Annotated[float, RATE] = 1e-2
     """Learning rate of attention transfer."""
-    distil_rate: Annotated[float, RATE] = 1e-4
+    distil_rate: Annotated[float, RATE] = 3e-5
     """Learning rate of distillation."""
     windows: Annotated[int, Between(1, 10_000)] = 8
     """Held-out windows that are measured."""

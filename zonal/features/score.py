@@ -9,9 +9,9 @@ from torch import Tensor
 from zonal import device_memory, torch_func
 from zonal.algebra.declaration import Derived, Move, require, require_positive, require_whole
 from zonal.algebra.score import FeatureLayer, Params, Score, unit
+from zonal.algebra.score.feature_layer import underflow_error
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
-from zonal.kernels.features import vanished
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Features(Score):
                 return None
             name = type(self.features).__name__ if self._may_vanish else ""
             layer = layer._replace(unit=self.features.unit, name=name)
-            found.append(layer.of(dim**-0.25) if self.scaled else layer)
-        return found[0].times(1 / self.temperature if scale is None else scale), found[1]
+            found.append(layer.scaled_input(dim**-0.25) if self.scaled else layer)
+        return found[0].scaled(1 / self.temperature if scale is None else scale), found[1]
 
     def _standing(self, phi: Tensor) -> Tensor:
         """The features, after a check that no vector of a positive map has lost all of them to underflow.
@@ -142,7 +142,7 @@ class Features(Score):
             and not torch_func.active()
         )
         if asked and bool((phi == 0).all(-1).any()):
-            raise vanished(type(self.features).__name__, phi.dtype)
+            raise underflow_error(type(self.features).__name__, phi.dtype)
         return phi
 
     def _numbers(self, x: Tensor, params: Params) -> Params:

@@ -13,11 +13,11 @@ from zonal.algebra.prior import Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.hf.cache import MemoryCache
-from zonal.hf.layers import NAME, fitted, need, operator_of, read_out, scale_of
+from zonal.hf.layers import NAME, need, open_scale, operator_of, read_out, scale_of, windowed
 
 _SOME_SIZE = 64  # of a head, a square as some scores need it
 # what models may hand to their attention and an operator has no place for
-_UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask", "cache")
+_UNKNOWN = ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "head_mask", "cache")
 
 
 def attend(
@@ -26,7 +26,6 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
@@ -51,12 +50,7 @@ def attend(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
-    asked = _unknown(dropout, others)
-    if asked is not None:
-        raise ArgumentError(
-            f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use another "
-            "attn_implementation for this model."
-        )
+    real = _real_tokens(call, module, attention_mask, others)
     if scaling is not None and scaling != scale_of(module):  # the layer has scaled its queries itself, in part
         query = query * (scaling / scale_of(module))
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
@@ -65,18 +59,13 @@ def attend(
             f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
             "Window. Convert the model again."
         )
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ArgumentError(
-            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape "
-            f"{tuple(attention_mask.shape)}."
-        )
-    real = None if attention_mask is None else attention_mask.bool()
     past = MemoryCache.of_keys(key)
     if past is not None:
         cache, layer = past
         y = cache.read(layer, operator, query, key, value, real)
     else:
-        y = attention(query, key, value, operator, causal=bool(module.is_causal), key_padding_mask=real)  # type: ignore[arg-type]
+        causal = bool(module.is_causal)
+        y = attention(query, key, value, operator, causal=causal, key_padding_mask=real)
     return read_out(module, operator, y.transpose(1, 2)), None
 
 
@@ -89,49 +78,43 @@ def register() -> tuple[str, ...]:
     Returns: the names that can be used.
     """
     usable = []
-    for name in mechanisms.names():
-        AttentionInterface.register(f"{NAME}:{name}", functools.partial(_attend_by_name, name))
-        AttentionMaskInterface.register(f"{NAME}:{name}", padding)
-        made = mechanisms.resolve(name)
-        if _kept(made) is None and need(made, made.qk_dim or 0, True) is None:
-            usable.append(f"{NAME}:{name}")
+    for mechanism in mechanisms.names():
+        name, operator = f"{NAME}:{mechanism}", mechanisms.resolve(mechanism)
+        lacking = _kept(operator)
+        AttentionInterface.register(name, functools.partial(_attend_by_name, name, operator, lacking))
+        AttentionMaskInterface.register(name, padding)
+        if lacking is None and need(operator, operator.qk_dim or _SOME_SIZE, True) is None:
+            usable.append(name)
     return tuple(usable)
 
 
 def _attend_by_name(
     name: str,
+    operator: Operator,
+    lacking: str | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of ``attn_implementation="zonal:<name>"``."""
-    call, asked = f"{NAME}:{name}", _unknown(dropout, others)
-    if asked is not None:
-        raise ArgumentError(f"{call}: {type(module).__name__} asks for {asked}, which operators do not know.")
-    operator = _named_operator(name, scaling, sliding_window)
-    causal = bool(module.is_causal)
-    lacking = _kept(operator) or need(operator, query.shape[3], causal)
+    """The attention function of ``attn_implementation=name``.
+
+    lacking: what the operator would have to keep, or None.
+    """
+    real, causal = _real_tokens(name, module, attention_mask, others), bool(module.is_causal)
+    lacking = lacking or need(operator, query.shape[3], causal)
     if lacking is not None:
         raise ArgumentError(
-            f"{call}: the operator needs {lacking}. Load the model with its own attention, and call "
-            f"zonal.hf.convert(model, {name!r}) where this can be provided."
+            f"{name}: the operator needs {lacking}. Load the model with its own attention, and call "
+            f"zonal.hf.convert(model, {name.removeprefix(f'{NAME}:')!r}) where this can be provided."
         )
-    real = None if attention_mask is None else attention_mask.bool()
-    y = attention(query, key, value, operator, causal=causal, key_padding_mask=real)
-    assert isinstance(y, Tensor)
+    operator, scale = windowed(operator, sliding_window), scaling if open_scale(operator) else None
+    y = attention(query, key, value, operator, causal=causal, key_padding_mask=real, scale=scale)
     return y.transpose(1, 2), None
-
-
-@functools.lru_cache(maxsize=64)
-def _named_operator(name: str, scale: float | None, window: int | None) -> Operator:
-    """The operator of a name with what a layer says of its scale and window."""
-    return fitted(mechanisms.resolve(name), scale, window)
 
 
 def _kept(operator: Operator) -> str | None:
@@ -145,13 +128,27 @@ def _kept(operator: Operator) -> str | None:
     return None
 
 
-def _unknown(dropout: float, others: Mapping[str, Any]) -> str | None:
-    """What a model asks for and operators do not know, or None."""
-    if dropout:
-        return f"dropout={dropout}"
-    if others.get("output_attentions"):
-        return "output_attentions"
-    return next((name for name in _UNKNOWN if others.get(name) is not None), None)
+def _real_tokens(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> Tensor | None:
+    """Which keys are real, bool (B, S), from a mask of ``padding``; None = all.
+
+    Raises: ArgumentError for another mask, and for a layer that asks for something that operators do not support.
+    """
+    asked = next((name for name in _UNKNOWN if _asks(others.get(name))), None)
+    if asked is not None:
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use "
+            "another attn_implementation for this model."
+        )
+    if mask is not None and mask.dim() != 2:
+        raise ArgumentError(
+            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(mask.shape)}."
+        )
+    return None if mask is None else mask.bool()
+
+
+def _asks(value: Any) -> bool:
+    """Whether an argument asks for something: a tensor, or a value other than None, False and 0."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def padding(

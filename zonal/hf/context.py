@@ -67,7 +67,7 @@ class ContextMemory:
         if not tokens.shape[1]:
             raise ArgumentError(f"ContextMemory.read: {name!r} has no tokens. Give a text with at least one.")
         cache = self._cache()
-        self._run(tokens, cache)
+        self._read(tokens, cache)
         self._documents[name], self._tokens[name] = cache.memory(), tokens.shape[1]
         return self._document(name)
 
@@ -122,11 +122,10 @@ class ContextMemory:
         )  # fmt: skip
         return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
 
-    @torch.no_grad()
     def score(self, text: str, names: Iterable[str] | None = None) -> float:
         """log p of a text after documents, in nats, summed over its tokens but the first."""
         tokens = self._encoded(text)
-        logits = self._run(tokens, self._cache(self.memory(names)))
+        logits = self._read(tokens, self._cache(self.memory(names)), keep=0)
         found = logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])
         return float(found.double().sum())
 
@@ -165,7 +164,7 @@ class ContextMemory:
         if taken:
             raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
         like = self._cache()  # says of which shape the memories of the layers are
-        self._run(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
+        self._read(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
         layers = like.memory().layers
         found = {name: ModelMemory(load_memories(source / file, layers)) for name, _, file in entries}
         self._documents |= found
@@ -181,13 +180,19 @@ class ContextMemory:
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
     @torch.no_grad()
-    def _run(self, tokens: Tensor, cache: OperatorCache) -> Tensor:
-        """Logits (1, T, V) of tokens after what is in the cache, which then holds them as well."""
+    def _read(self, tokens: Tensor, cache: OperatorCache, keep: int = 1) -> Tensor:
+        """Read tokens (1, T) after what is in the cache, which then holds them as well.
+
+        Returns: logits of the last ``keep`` tokens of each piece that is read by one call, one behind the other; with
+            keep = 0, of all tokens.
+        """
         training = self.model.training
         self.model.eval()
         try:
             pieces = tokens.split(_PIECE, dim=1)
-            return torch.cat([self.model(piece, past_key_values=cache).logits for piece in pieces], 1)
+            return torch.cat(
+                [self.model(piece, past_key_values=cache, logits_to_keep=keep).logits for piece in pieces], 1
+            )
         finally:
             self.model.train(training)
 

@@ -133,7 +133,9 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     else:
         made = operator if isinstance(operator, Operator) else operator(scale)
     window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
-    made = fitted(made, scale, window)
+    if open_scale(made):
+        made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
+    made = windowed(made, window)
     lacking = need(made, dim, bool(layer.is_causal))
     if lacking is not None:
         raise ArgumentError(
@@ -188,13 +190,16 @@ def scale_of(layer: Any) -> float:
     return float(getattr(layer, "scaling", head_dim(layer) ** -0.5))
 
 
-def fitted(operator: Operator, scale: float | None, window: int | None) -> Operator:
-    """The operator with the scale of a layer, where it leaves that open, and with its window."""
-    if isinstance(operator.score, Dot) and operator.score.scale is None:
-        operator = operator.replace(score=dataclasses.replace(operator.score, scale=scale))
-    if window is not None and not any(isinstance(prior, Window) for prior in operator.prior):
-        operator = operator.replace(prior=(*operator.prior, Window(left=window - 1)))
-    return operator
+def open_scale(operator: Operator) -> bool:
+    """Whether the operator leaves the factor of its dot product to the layer."""
+    return isinstance(operator.score, Dot) and operator.score.scale is None
+
+
+def windowed(operator: Operator, window: int | None) -> Operator:
+    """The operator with the window of a layer (None = none), unless it has one."""
+    if window is None or any(isinstance(prior, Window) for prior in operator.prior):
+        return operator
+    return operator.replace(prior=(*operator.prior, Window(left=window - 1)))
 
 
 def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
@@ -210,15 +215,16 @@ __all__ = [
     "Layers",
     "check_caching",
     "chosen_of",
-    "fitted",
     "for_layer",
     "head_dim",
     "heads",
     "install",
     "layers_of",
     "need",
+    "open_scale",
     "operator_of",
     "operators",
     "read_out",
     "scale_of",
+    "windowed",
 ]

@@ -144,10 +144,9 @@ class _Conversion:
             self.tokenizer.save_pretrained(folder)
             for path in (page, page.with_name(_RECORD)):
                 (folder / path.name).write_bytes(path.read_bytes())
-        say(
-            f"Perplexity {before['perplexity']:.2f} before, {after['perplexity']:.2f} after. {settings.out} holds the "
-            f"model and {page.name}. Try: zonal generate --model {settings.out} --prompt '{settings.prompt}'"
-        )
+        say(f"Perplexity {before['perplexity']:.2f} before, {after['perplexity']:.2f} after.")
+        say(f"{settings.out} holds the model and {page.name}; {settings.work} is no longer needed.")
+        say(f"Try: zonal generate --model {settings.out} --prompt '{settings.prompt}'")
         return True
 
     def _stage(self, steps: int, rate: float) -> Stage:

@@ -127,16 +127,18 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
     """
     call = "hf.from_pretrained"
     config: Any = AutoConfig.from_pretrained(folder)
-    if not issubclass(type(config), _ConvertedConfig) and isinstance(getattr(config, NAME, None), dict):
+    converted = issubclass(type(config), _ConfigMixin)
+    if not converted and isinstance(getattr(config, NAME, None), dict):
         config.__class__ = converted_config(type(config))  # saved before converted models had a type of their own
         config.zonal = {"base": type(config).base, "cache": "keys", **config.zonal}
-    if not issubclass(type(config), _ConvertedConfig):
+        converted = True
+    if not converted:
         raise ArgumentError(
             f"{call}: a model that was converted and saved is required; the config of {folder} holds no "
             "operators. Load it with transformers, and call hf.convert(model)."
         )
-    name = (config.architectures or ["none"])[0]
-    kinds = [kind for auto in _AUTO for kind in _classes(auto, type(config).__mro__[2]) if kind.__name__ == name]
+    name, base = (config.architectures or ["none"])[0], CONFIG_MAPPING[type(config).base]
+    kinds = [kind for auto in _AUTO for kind in _classes(auto, base) if kind.__name__ == name]
     if not kinds:
         raise ArgumentError(
             f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it "
@@ -173,13 +175,13 @@ class ConvertedConfig(PreTrainedConfig):
 @functools.cache
 def converted_config(kind: type[Any]) -> type[Any]:
     """The class of configs of converted models for a class of configs of transformers."""
-    if issubclass(kind, _ConvertedConfig):
+    if issubclass(kind, _ConfigMixin):
         return kind
     inside = {"base": kind.model_type, "__module__": kind.__module__}
-    return type(f"Converted{kind.__name__}", (_ConvertedConfig, kind), inside)
+    return type(f"Converted{kind.__name__}", (_ConfigMixin, kind), inside)
 
 
-class _ConvertedConfig:
+class _ConfigMixin:
     """What makes the config of a model the config of a converted one."""
 
     model_type = ConvertedConfig.model_type
@@ -189,14 +191,14 @@ class _ConvertedConfig:
 @functools.cache
 def converted_model(kind: type[Any]) -> type[Any]:
     """The class of converted models for a class of transformers. It has the same name."""
-    if issubclass(kind, _Converted):
+    if issubclass(kind, _ModelMixin):
         return kind
     inside = {
         "config_class": converted_config(kind.config_class),
         "_keep_in_fp32_modules_strict": frozenset({*(kind._keep_in_fp32_modules_strict or ()), "operator", "readout"}),
         "__module__": kind.__module__,  # whose source transformers reads
     }
-    return type(kind.__name__, (_Converted, kind), inside)
+    return type(kind.__name__, (_ModelMixin, kind), inside)
 
 
 @functools.cache
@@ -207,7 +209,7 @@ def _tell_auto_classes(kind: type[Any]) -> None:
             auto.register(converted_config(kind), converted_model(model), exist_ok=True)
 
 
-class _Converted:
+class _ModelMixin:
     """What makes the class of a model that of a converted one: operators are in place before weights are loaded, and
     ``generate`` starts with the cache of the conversion.
     """
@@ -231,7 +233,8 @@ class _Converted:
         if self.config.zonal["cache"] == "memory":  # type: ignore[attr-defined]
             start_generation("a converted model", MemoryCache, generation_config, model_kwargs)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)  # type: ignore[misc]
+            parent: Any = super()
+            parent._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)
 
 
 def _classes(auto: Any, kind: type[Any]) -> list[type[Any]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.score import FeatureLayer
-from zonal.errors import ArgumentError
+from zonal.algebra.score.feature_layer import underflow_error
 from zonal.formula import FORMULAS, Activation
 from zonal.kernels import abi
 from zonal.kernels.abi import Arguments
@@ -92,15 +92,6 @@ def _shapes(inputs: FeaturesInputs, spec: FeaturesSpec) -> Results:
     return x.new_empty((*x.shape[:3], spec.width), dtype=torch.float32), x.new_empty(1, dtype=torch.uint8)
 
 
-def vanished(name: str, dtype: torch.dtype) -> ArgumentError:
-    """The error that all features of some vector underflow. name: of the feature map."""
-    return ArgumentError(
-        f"attention: all features {name} of some vector are 0 in {str(dtype).removeprefix('torch.')}, being "
-        "exponentials of minus its length squared: the sums that rows are divided by would vanish. Make queries and "
-        "keys shorter (a norm on them, qk_norm=True in a layer)."
-    )
-
-
 features = Op(
     "feature_layer",
     FeaturesInputs,
@@ -123,8 +114,8 @@ def made(x: Tensor, layer: FeatureLayer) -> Tensor:
     spec = FeaturesSpec(layer.activations, layer.unit, layer.softmax)
     y, lost = features(FeaturesInputs(x, layer.weight.float()), spec)
     if layer.name and not torch.compiler.is_compiling() and bool(lost):
-        raise vanished(layer.name, torch.float32)
+        raise underflow_error(layer.name, torch.float32)
     return y
 
 
-__all__ = ["FAMILY", "FeaturesInputs", "FeaturesSpec", "features", "made", "vanished"]
+__all__ = ["FAMILY", "FeaturesInputs", "FeaturesSpec", "features", "made"]

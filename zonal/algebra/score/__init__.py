@@ -4,13 +4,13 @@ from zonal.algebra.score.base import (
     Clipped,
     Cosine,
     Dot,
-    FeatureLayer,
     Fused,
     NegativeDistance,
     Params,
     Score,
     unit,
 )
+from zonal.algebra.score.feature_layer import FeatureLayer
 from zonal.algebra.score.operators import Categorical, OperatorPath
 
 __all__ = [

@@ -23,7 +23,8 @@ from zonal.algebra.declaration import (
     row,
 )
 from zonal.algebra.metric import DotReduction, Euclidean, Metric, Riemannian
-from zonal.formula import Activation, Term
+from zonal.algebra.score.feature_layer import FeatureLayer
+from zonal.formula import Term
 
 Params = dict[str, Tensor]
 
@@ -51,41 +52,6 @@ class Fused(NamedTuple):
 
     normalise: bool
     scale: Tensor | float
-
-
-class FeatureLayer(NamedTuple):
-    """Features of a raw vector x as the kernel for them computes them, with u = x, or x / |x| if ``unit``.
-
-    activations: what they are functions of. weight: (H or 1, n, D), the rows w_i. softmax: gain times the softmax of
-    all z in the place of gain g(z).
-    left, nodes: where left > 0, the numbers are [a, b_1, …, b_nodes] with ``left`` of them in a, and the features
-    a ⊗ b_1, …, a ⊗ b_nodes. name: of the map, where it is an error that all features of a vector are 0.
-    """
-
-    activations: tuple[Activation, ...]
-    weight: Tensor
-    unit: bool = False
-    softmax: bool = False
-    left: int = 0
-    nodes: int = 1
-    name: str = ""
-
-    def times(self, gain: float) -> "FeatureLayer":
-        """The features times a number."""
-        scaled: list[Activation] = []
-        at = 0
-        for each in self.activations:
-            taken = self.left == 0 or at < self.left
-            scaled.append(each._replace(gain=each.gain * gain) if taken else each)
-            at += each.count
-        return self._replace(activations=tuple(scaled))
-
-    def of(self, factor: float) -> "FeatureLayer":
-        """The features of vectors times a number > 0."""
-        if self.unit:
-            return self
-        shrunk = (e._replace(factor=e.factor * factor, norm=e.norm * factor**2) for e in self.activations)
-        return self._replace(activations=tuple(shrunk))
 
 
 class Clipped(NamedTuple):

@@ -191,7 +191,7 @@ def _prepared(far: Far, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         layers = score.layers(dim, far.bound.score_params, None)
     if layers is None or layers[0].left:  # those that are products stay products only in a call of their own
         return far.queries(q), far.keys(k)
-    return made(q, layers[0].of(dim**0.25)), made(k, layers[1].of(dim**-0.25))
+    return made(q, layers[0].scaled_input(dim**0.25)), made(k, layers[1].scaled_input(dim**-0.25))
 
 
 def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
