@@ -1,7 +1,9 @@
 """KeyValues: what is shared and what is not, windows, and what the attention entry takes from it."""
 
+import pytest
 import torch
 
+import zonal
 from zonal import mechanisms as m
 from zonal import prior
 from zonal.memory import KeyValues, Memory
@@ -99,3 +101,18 @@ def test_a_window_keeps_what_can_be_seen() -> None:
         assert torch.allclose(memory.read(q), weight @ v, atol=1e-6)
     assert memory.buffer.room.length < 200
     assert memory.count == 200
+
+
+@pytest.mark.parametrize("spec", ["softmax", "yat", "squared_affine", "rewa", "ska(power=1)"])
+def test_query_heads_share_keys_that_are_not_repeated(spec: str) -> None:
+    """Steps with 6 query heads and 2 key heads are the rows of one call, for scores that are products and others."""
+    torch.manual_seed(0)
+    operator = m.resolve(spec).for_heads(6, 2, dim=8)
+    q, k, v = torch.randn(2, 6, 9, 8).double(), torch.randn(2, 2, 9, 8).double(), torch.randn(2, 2, 9, 5).double()
+    wanted = zonal.attention(q, k, v, operator, causal=True, path="dense")
+    decoder = (
+        zonal.Memory.empty(operator, 2, 2, 8, 5, torch.float64, kind="keys").absorb(k[:, :, :4], v[:, :, :4]).decoder()
+    )
+    with torch.no_grad():
+        found = [decoder.step(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]) for t in range(4, 9)]
+    assert torch.allclose(torch.cat(found, 2), wanted[:, :, 4:], rtol=1e-8, atol=1e-10)

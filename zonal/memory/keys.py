@@ -11,6 +11,7 @@ from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
 from zonal.algebra.prior import Bias, Causal, ChunkCausal, Intervals, Visibility, Window, visibility
+from zonal.algebra.score.base import shared_product
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
@@ -191,10 +192,10 @@ class KeyValues(Memory):
         if held.key_bias is not None:
             extra = held.key_bias.double().repeat_interleave(bound.groups, 1)
             col = extra if col is None else col + extra
-        if bound.groups > 1:
-            k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
+        if bound.groups > 1 and (solves or bound.far is not None or not bound.score.bilinear):
+            k = k.repeat_interleave(bound.groups, 1)
         bias, decay = Bias(row, col, bound.slopes), held.log_decay if solves else None
-        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay) @ v
+        return shared_product(definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay), v)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)

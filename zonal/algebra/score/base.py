@@ -44,6 +44,17 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
     return F.normalize(x / divisor, dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
 
 
+def shared_product(x: Tensor, y: Tensor) -> Tensor:
+    """x (B, H, T, N) times y (B, Hkv, N, M), head h of x with head h // (H / Hkv) of y, which is not repeated for it.
+
+    With equal numbers of heads, and for other shapes, it is x @ y.
+    """
+    if x.ndim != 4 or x.shape[1] == y.shape[1]:
+        return x @ y
+    groups = x.shape[1] // y.shape[1]
+    return (x.unflatten(1, (-1, groups)).flatten(2, 3) @ y).unflatten(2, (groups, -1)).flatten(1, 2)
+
+
 class Fused(NamedTuple):
     """A bilinear score for the tile kernels: scale_h f(q) . f(k), with f the identity or x / |x|.
 
@@ -194,8 +205,10 @@ class Score(Declaration, abstract=True):
         return k
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        """Prepared q (..., T, D), k (..., S, D) -> S (..., T, S)."""
-        return q @ k.transpose(-1, -2)
+        """Prepared q (..., T, D), k (..., S, D) -> S (..., T, S). A bilinear score also takes k of fewer heads, which
+        runs of query heads share.
+        """
+        return shared_product(q, k.transpose(-1, -2))
 
     def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sum(grad * pair(q, k)) with respect to prepared q and k."""
@@ -502,4 +515,6 @@ class NegativeDistance(Score):
         return (distance, *self.metric.moves())
 
 
-__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score", "low_rank", "unit"]
+__all__ = [
+    "Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score", "low_rank", "shared_product", "unit",
+]  # fmt: skip
