@@ -37,7 +37,7 @@ COMMANDS = {
     "compare": Command("compare", "Compare", "compare operators on one task and write a report"),
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
-    "convert": Command("convert", "Convert", "give a pre-trained model of transformers a constant memory"),
+    "convert": Command("convert", "Convert", "give layers of a pre-trained model a constant memory"),
     "report": Command("report", "Report", "write the pages of comparisons and searches again, or pack one to keep"),
     "search": Command("search", "SearchOptions", "search over operators and parameters"),
     "explain": Command("explain", "Explain", "print how an operator would run on a shape, and why"),

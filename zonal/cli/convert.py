@@ -1,4 +1,4 @@
-"""``zonal convert``: turn a pre-trained model of transformers into one with a constant memory, by training."""
+"""``zonal convert``: give layers of a pre-trained model of transformers a constant memory, by training."""
 
 import importlib
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from zonal.limits import COUNT, RATE, SEED, STEPS, THREADS, Between
 from zonal.training.environment import interruptible
 
 DESCRIPTION = """\
-Convert a pre-trained model of transformers to attention with a constant memory. Its layers get softmax in a window and
-sums of all earlier keys. They first learn the attention of the original, layer by layer, and then its predictions.
+Convert layers of a pre-trained model of transformers to attention with a constant memory: softmax in a window and sums
+of all earlier keys. They first learn the attention of the original, layer by layer, and then its predictions.
 The original is not changed. Writes the converted model (safetensors and its config), conversion.json, and report.html
 with perplexity before and after, recall, speed and bytes. Ctrl-C stops with a state; the same command continues.
 
@@ -38,7 +38,7 @@ class Convert:
     model: tyro.conf.Positional[Annotated[Path | None, shown("MODEL", "required")]] = None
     """The folder of a model of transformers, or a GGUF file."""
     to: Literal["hybrid", "all"] = "hybrid"
-    """hybrid: the half of the layers that convert best; all: every layer."""
+    """hybrid: the half of the layers that convert best, the others keep keys and values; all: every layer."""
     operator: str = LOCAL_GLOBAL
     """The operator of converted layers."""
     text: Annotated[str, shown("TEXT,...", "the embedded novel")] = "novel"

@@ -26,7 +26,7 @@ def context(record: Mapping[str, Any]) -> dict[str, Any]:
     settings = record["settings"]
     titles = {"before": "the original", "transferred": "after attention transfer", "after": "converted"}
     return {
-        "title": f"{record['title']} with a constant memory" if after else f"{record['title']}: layers to convert",
+        "title": f"{record['title']}, converted" if after else f"{record['title']}: layers to convert",
         "headline": headline(record),
         "facts": [
             settings["operator"],
@@ -77,7 +77,7 @@ def headline(record: Mapping[str, Any]) -> list[str]:
     first, last = before["decoding"][-1], after["decoding"][-1]
     speed = last["tokens_per_second"] / first["tokens_per_second"]
     return [
-        f"{len(record['chosen'])} of {record['layers']} layers are converted. Perplexity on held-out text is "
+        f"{len(record['chosen'])} of {record['layers']} layers have a constant memory. Perplexity on held-out text is "
         f"{after['perplexity']:.2f}, {abs(change):.1%} {'higher' if change >= 0 else 'lower'} than the original's "
         f"{before['perplexity']:.2f}.",
         f"After {last['length']:,} tokens it decodes at {speed:.1f} times the original's speed "
