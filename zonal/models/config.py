@@ -9,12 +9,12 @@ from zonal.errors import ArgumentError
 from zonal.limits import RATIO, SIZE, Between
 from zonal.models.layers import check, layer_list
 from zonal.names import known_names
-from zonal.nn import Residual
+from zonal.nn import Residual, RopeScaling
 from zonal.typed import check_fields
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 # fields that older saved runs do not have: such a run has their defaults, and can be resumed
-_LATER = ("residual", "experts", "experts_per_token", "silent_tokens")
+_LATER = ("residual", "experts", "experts_per_token", "silent_tokens", "rope_scaling")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class ModelConfig(ModelSettings):
         max_len: the intended length in tokens. It is recorded, and does not limit inputs.
         silent_tokens: tokens, such as a filler, that ridge and Koopman read-outs read but do not store
             (``action_mask``). Other layers treat them as ordinary tokens.
+        rope_scaling: slows rotary positions down for long sequences: a ``RopeScaling``, or the ``rope_parameters`` of a
+            config of transformers. None: no scaling.
         kv_heads, mlp, rotary and other keywords: see ``ModelSettings``.
 
     Raises:
@@ -81,6 +83,7 @@ class ModelConfig(ModelSettings):
     conv: int | tuple[int, ...] = 0
     max_len: int | None = None
     silent_tokens: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -88,6 +91,7 @@ class ModelConfig(ModelSettings):
         self._read_layers()
         self._check_sizes()
         self._read_conv()
+        self._read_scaling()
 
     def _refuse(self, field: str, required: str) -> ArgumentError:
         return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
@@ -157,6 +161,22 @@ class ModelConfig(ModelSettings):
             if not _is_int(width) or width < 0 or width == 1:
                 raise self._refuse("conv", "0 (none) or widths of at least 2")
 
+    def _read_scaling(self) -> None:
+        given: Any = self.rope_scaling
+        if isinstance(given, Mapping):
+            theta = given.get("rope_theta", self.rotary_base)
+            if theta != self.rotary_base:
+                raise ArgumentError(
+                    f"ModelConfig: rope_scaling has rope_theta={theta}, and rotary_base is {self.rotary_base}. They "
+                    f"are one number: pass rotary_base={theta} as well."
+                )
+            given = RopeScaling.from_config(given)
+            object.__setattr__(self, "rope_scaling", given)
+        if given is not None and not isinstance(given, RopeScaling):
+            raise self._refuse("rope_scaling", "a RopeScaling, the rope_parameters of transformers, or None")
+        if given is not None and not self.rotary:
+            raise ArgumentError("ModelConfig: rope_scaling scales rotary positions; pass rotary=True, or leave it out.")
+
     @property
     def size_of_head(self) -> int:
         """The size of queries, keys and values per head."""
@@ -179,6 +199,8 @@ class ModelConfig(ModelSettings):
             for field in dataclasses.fields(self)
             if field.name not in _LATER or getattr(self, field.name) != field.default
         }
+        if self.rope_scaling is not None:
+            fields["rope_scaling"] = self.rope_scaling.to_dict()
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     @classmethod

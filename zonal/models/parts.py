@@ -37,7 +37,9 @@ def history_of(config: ModelConfig) -> Latest | DenseSkip:
 
 def rotary_of(config: ModelConfig) -> Rotary | bool:
     """The one table of angles of all layers, which holds no parameter; False without rotary positions."""
-    return Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
+    if not config.rotary:
+        return False
+    return Rotary(config.qk_dim or config.size_of_head, config.rotary_base, config.rope_scaling)
 
 
 @known_names

@@ -20,7 +20,7 @@ from zonal.nn.mixer import TokenMixer
 from zonal.nn.mixture import Mixture
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
-from zonal.nn.rotary import Rotary
+from zonal.nn.rotary import RopeScaling, Rotary
 from zonal.nn.stage import DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
 from zonal.nn.step import DecodeStep
 from zonal.nn.topology import deaths
@@ -29,5 +29,5 @@ __all__ = [
     "Attention", "Block", "CGLift", "DecodeStep", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm",
     "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
     "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual",
-    "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "RopeScaling", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

@@ -147,7 +147,7 @@ class Attention(TokenMixer):
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
         if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # of layers whose queries have another size
-            rotary = Rotary(qk_dim, rotary.base)
+            rotary = Rotary(qk_dim, rotary.base, rotary.scaling)
         self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
         self.decay_gate = self._decay_gate()

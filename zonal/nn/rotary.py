@@ -1,10 +1,194 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and the scaling of its angles for texts longer than those of training."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, unknown_name
 from zonal.nn.norm import accumulation_dtype
+
+RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
+_ORIGINAL = "original_max_position_embeddings"
+# type -> the fields that it requires, and those that have defaults
+_USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ((), ()),
+    "dynamic": ((_ORIGINAL, "length"), ()),
+    "llama3": ((_ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": ((_ORIGINAL,), ("beta_fast", "beta_slow", "attention_factor", "truncate")),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How the angles of ``Rotary`` are slowed down for sequences longer than those of training.
+
+    The fields have the names of transformers' ``rope_parameters`` (earlier ``rope_scaling``), and give its angles. With
+    f_i = base^(-2i/d), the factor s and the length L of training:
+
+    * "linear": f_i / s.
+    * "dynamic" (NTK): f_i of base · (s n / L - s + 1)^(d / (d - 2)), for sequences of n = ``length`` tokens.
+    * "llama3": f_i / s for wavelengths above L / low_freq_factor, f_i below L / high_freq_factor, and a mean of both
+      between.
+    * "yarn": f_i / s for pairs that turn less than beta_slow times in L tokens, f_i for those that turn more than
+      beta_fast times, and a mean of both between. Queries and keys are multiplied by ``attention_factor``.
+
+    Args:
+        rope_type: one of these four.
+        factor: s, at least 1.
+        original_max_position_embeddings: L. For all types except "linear".
+        length: n, for "dynamic". transformers takes the length of each call, with which the angles of keys in a cache
+            are no longer those of one pass over the text; here it is fixed.
+        low_freq_factor, high_freq_factor: for "llama3".
+        beta_fast, beta_slow: for "yarn". None: 32 and 1.
+        truncate: for "yarn": round the first and last pair of the mean outwards. None: True.
+        attention_factor: for "yarn". None: 0.1 log(s) + 1.
+
+    Sources: Chen et al. 2023, arXiv 2306.15595 (linear); Peng et al. 2023, arXiv 2309.00071 (NTK, YaRN); Llama 3.1.
+
+    Raises:
+        ArgumentError: a field is missing, out of range, or not used by the type.
+    """
+
+    rope_type: RopeType
+    factor: float
+    original_max_position_embeddings: int | None = None
+    length: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _USED:
+            raise unknown_name("RopeScaling", "rope_type", str(self.rope_type), get_args(RopeType))
+        required, optional = _USED[self.rope_type]
+        given = {name for name, value in self.to_dict().items() if value is not None} - {"rope_type", "factor"}
+        for name in required:
+            if name not in given:
+                raise ArgumentError(f"RopeScaling: rope_type {self.rope_type!r} needs {name}, received None.")
+        if unused := given - {*required, *optional}:
+            raise ArgumentError(
+                f"RopeScaling: rope_type {self.rope_type!r} has no use for {', '.join(sorted(unused))}. It takes: "
+                f"{', '.join(('factor', *required, *optional))}."
+            )
+        for name in (*given, "factor"):
+            value, least = getattr(self, name), 1 if name == "factor" else 0
+            if name != "truncate" and not (_is_number(value) and least <= value and value > 0):
+                raise ArgumentError(
+                    f"RopeScaling: {name} must be a number {'>= 1' if least else '> 0'}, received {value!r}."
+                )
+        low, high = (self.low_freq_factor, self.high_freq_factor) if self.rope_type == "llama3" else self.betas
+        if low is not None and high is not None and not low < high:
+            names = "low_freq_factor < high_freq_factor" if self.rope_type == "llama3" else "beta_slow < beta_fast"
+            raise ArgumentError(f"RopeScaling: required {names}, received {low} and {high}.")
+        if self.length is not None and self.length < (self.original_max_position_embeddings or 0):
+            raise ArgumentError(
+                f"RopeScaling: length must be at least {_ORIGINAL}={self.original_max_position_embeddings}, received "
+                f"{self.length}. Shorter texts need no scaling."
+            )
+
+    @classmethod
+    def from_config(
+        cls, parameters: Mapping[str, Any], *, max_position_embeddings: int | None = None
+    ) -> "RopeScaling | None":
+        """The scaling of a config of transformers; None for rope_type "default".
+
+        Args:
+            parameters: ``config.rope_parameters`` or, in earlier files, ``config.rope_scaling``. For "dynamic", add a
+                ``length``. ``rope_theta`` is passed over here: it is the base of ``Rotary``.
+            max_position_embeddings: of the config; the length of training where the parameters name none.
+
+        Raises:
+            ArgumentError: a type or a key has no meaning here, or a field is missing or out of range.
+        """
+        given = {name: value for name, value in parameters.items() if value is not None}
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("rope_theta", None)
+        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ArgumentError(
+                "RopeScaling.from_config: partial_rotary_factor must be 1, received "
+                f"{parameters['partial_rotary_factor']}. Rotary turns whole heads."
+            )
+        if kind == "default":
+            return None
+        if kind not in _USED:
+            raise unknown_name("RopeScaling.from_config", "rope_type", str(kind), ("default", *_USED))
+        if kind != "linear" and max_position_embeddings is not None:
+            given.setdefault(_ORIGINAL, max_position_embeddings)
+            if kind == "yarn":
+                given.setdefault("factor", max_position_embeddings / given[_ORIGINAL])
+        scales = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        if kind == "yarn" and all(scales) and "attention_factor" not in given:
+            above, below = (_attention_factor(given.get("factor", 1.0), scale) for scale in scales)
+            given["attention_factor"] = above / below
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise unknown_name("RopeScaling.from_config", "key", unknown[0], known)
+        if "factor" not in given:
+            raise ArgumentError(f"RopeScaling.from_config: rope_type {kind!r} needs factor, received None.")
+        return cls(rope_type=kind, **given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set, as JSON values; ``from_config`` reads them."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """beta_slow and beta_fast of "yarn", with their defaults."""
+        return self.beta_slow or 1.0, self.beta_fast or 32.0
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of rotated queries and keys."""
+        if self.rope_type != "yarn":
+            return 1.0
+        return _attention_factor(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def frequencies(self, head_dim: int, base: float, device: torch.device) -> Tensor:
+        """The angle per token of each pair, (d/2,) in radians, float64."""
+        if self.rope_type == "linear":
+            return _frequencies(head_dim, base, device) / self.factor
+        trained = self.original_max_position_embeddings
+        assert trained is not None
+        if self.rope_type == "dynamic":
+            assert self.length is not None
+            longer = self.factor * self.length / trained - self.factor + 1
+            return _frequencies(head_dim, base * longer ** (head_dim / (head_dim - 2)), device)
+        frequency = _frequencies(head_dim, base, device)
+        if self.rope_type == "llama3":
+            assert self.low_freq_factor is not None
+            assert self.high_freq_factor is not None
+            turns = frequency * (trained / (2 * math.pi))
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        else:
+            last, first = (
+                head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in self.betas
+            )
+            if self.truncate is not False:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float64)
+            kept = 1 - (pairs - first) / max(last - first, 1e-3)
+        kept = kept.clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+def _attention_factor(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _frequencies(head_dim: int, base: float, device: torch.device) -> Tensor:
+    return base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Rotary(nn.Module):
@@ -20,27 +204,31 @@ class Rotary(nn.Module):
     Args:
         head_dim: d, even.
         base: θ, the base of the wavelengths.
+        scaling: slows the angles down for long sequences. None: the angles above.
 
     Source: Su et al. 2021, arXiv 2104.09864.
 
     Raises:
-        ArgumentError: head_dim is not even and positive, or base <= 1.
+        ArgumentError: head_dim is not even and positive, base <= 1, or a "dynamic" scaling is given for head_dim = 2.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
             raise ArgumentError(f"Rotary: head_dim must be even and at least 2, received {head_dim}.")
         if not base > 1:
             raise ArgumentError(f"Rotary: base must be greater than 1, received {base}.")
+        if scaling is not None and scaling.rope_type == "dynamic" and head_dim == 2:
+            raise ArgumentError("Rotary: rope_type 'dynamic' needs head_dim of at least 4, received 2.")
         self.head_dim = head_dim
         self.base = base
+        self.scaling = scaling
         self._table: tuple[tuple[int, int, torch.device, torch.dtype], Tensor, Tensor] | None = None
 
     def angles(self, positions: Tensor) -> Tensor:
         """positions (...) -> (..., d/2) angles in radians, float64."""
-        exponent = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float64) / self.head_dim
-        return positions.to(torch.float64)[..., None] * self.base**-exponent
+        frequencies = _frequencies if self.scaling is None else self.scaling.frequencies
+        return positions.to(torch.float64)[..., None] * frequencies(self.head_dim, self.base, positions.device)
 
     def _cos_sin(self, x: Tensor, positions: Tensor | int) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(x.dtype)
@@ -48,12 +236,16 @@ class Rotary(nn.Module):
             angles = self.angles(positions)
             if positions.dim() == 2:  # (B, T, d/2): one axis for the heads
                 angles = angles[:, None]
-            return angles.cos().to(dtype), angles.sin().to(dtype)
+            return self._turns(angles, dtype)
         key = (positions, x.shape[-2], x.device, dtype)
         if self._table is None or self._table[0] != key:
             angles = self.angles(torch.arange(positions, positions + x.shape[-2], device=x.device))
-            self._table = (key, angles.cos().to(dtype), angles.sin().to(dtype))
+            self._table = (key, *self._turns(angles, dtype))
         return self._table[1], self._table[2]
+
+    def _turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
+        return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
         """Rotate x.
@@ -74,4 +266,8 @@ class Rotary(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base:g}"
+        scaling = "" if self.scaling is None else f", {self.scaling.rope_type} scaling by {self.scaling.factor:g}"
+        return f"{self.head_dim}, base={self.base:g}{scaling}"
+
+
+__all__ = ["RopeScaling", "Rotary"]
