@@ -24,8 +24,7 @@ from zonal import Operator
 from zonal import mechanisms as m
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
-from zonal.evaluation.recall import Coverage
-from zonal.execution.paths.coverage import measured
+from zonal.execution.paths.coverage import Coverage, measured
 from zonal.kernels import native as native_kernels
 
 TOP, DIM, CENTRES, ROWS = 256, 64, 128, 128

@@ -16,12 +16,11 @@ from zonal import mechanisms as m
 from zonal.algebra import definition
 from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError, PathError
-from zonal.evaluation.recall import coverage
 from zonal.execution import plan
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.paths import candidates, sparse
-from zonal.execution.paths.coverage import measured
+from zonal.execution.paths.coverage import coverage, measured
 from zonal.features import hashing
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError

@@ -3,10 +3,10 @@
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.examination import Marks, examine
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
-from zonal.evaluation.recall import Coverage, coverage
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
 from zonal.evaluation.verdicts import auroc, risk_curve
+from zonal.execution.paths.coverage import Coverage, coverage
 
 __all__ = [
     "Accumulator",
