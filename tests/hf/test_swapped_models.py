@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zonal
@@ -99,37 +99,29 @@ def test_padding_and_windows() -> None:
     model, x = made(sliding_window=4)
     hf.convert(model)
     real = torch.arange(9) >= torch.tensor([[0], [3]])
-    mask = attending.padding(
-        q_length=9,
-        kv_length=9,
-        q_offset=0,
-        kv_offset=0,
-        attention_mask=real,
-        allow_is_causal_skip=True,
-        mask_function=None,
-    )
+    mask = mask_of(9, 9, attention_mask=real)
     wanted = reference(model, x, real, left=3)
     assert torch.allclose(model(x, mask.long(), sliding_window=4)[real], wanted[real], atol=1e-5)
     # what a window's cache holds: the last keys, and the mask of those
-    cut = attending.padding(
-        q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True
-    )
-    assert cut is None
-    cut = attending.padding(
-        q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True
-    )
+    assert mask_of(1, 4, q_offset=8, kv_offset=5, attention_mask=real) is None
+    cut = mask_of(1, 7, q_offset=8, kv_offset=2, attention_mask=real)
     assert torch.equal(cut, real[:, 2:])
-    assert attending.padding(q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
-    for wrong in ({"allow_is_causal_skip": False}, {"kv_length": 32}, {}):
-        with pytest.raises(ArgumentError, match="packed position_ids, an overlay"):
-            attending.padding(
-                **{
-                    "q_length": 9,
-                    "kv_length": 9,
-                    **({"allow_is_causal_skip": True} if "kv_length" in wrong else {}),
-                    **wrong,
-                }
-            )
+    assert mask_of(9, 9) is None
+    assert mask_of(9, 9, allow_is_causal_skip=False) is None  # a causal mask that is not to be left out
+    for wrong in ({"use_vmap": True}, {"attention_mask": real}, {"kv_length": 32}):
+        with pytest.raises(ArgumentError, match="received a mask function or a static cache"):
+            mask_of(**{"q_length": 9, "kv_length": 9, "allow_is_causal_skip": False} | wrong)
+    with pytest.raises(ArgumentError, match="some tokens see later ones"):
+        mask_of(9, 9, allow_is_causal_skip=False, mask_function=masking_utils.bidirectional_mask_function)
+
+
+def mask_of(q_length: int, kv_length: int, **others: Any) -> Any:
+    """The mask that transformers would ask for, for two rows."""
+    usual = {
+        "batch_size": 2, "device": torch.device("cpu"), "allow_is_causal_skip": True,
+        "mask_function": masking_utils.causal_mask_function,
+    }  # fmt: skip
+    return attending.padding(q_length, kv_length, **usual | others)
 
 
 # the needs that layers of transformers do not meet, by mechanism; all others are converted
@@ -307,14 +299,12 @@ def test_transformers_models_say_the_same(kind: str) -> None:
     # the cache, many tokens at once and one at a time
     arguments = {"attention_mask": real.long(), "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(converted.generate(tokens, **arguments), model.generate(tokens, **arguments))
-    # open gates say something else, and a packed row is refused
+    # open gates say something else
     with torch.no_grad():
         for operator in hf.operators(converted):
             operator.learned_parts["score_gate"].fill_(1.0)
     assert (converted(tokens).logits - model(tokens).logits).abs().max() > 1e-2
     if kind == "Llama":
-        with pytest.raises(ArgumentError, match="packed position_ids"):
-            converted(tokens[:1], position_ids=torch.cat([torch.arange(9), torch.arange(8)])[None], use_cache=False)
         with pytest.raises(ArgumentError, match="static cache"):
             converted.generate(tokens, max_new_tokens=3, cache_implementation="static", do_sample=False)
 

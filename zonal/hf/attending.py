@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -14,6 +15,7 @@ from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.hf.cache import MemoryCache
 from zonal.hf.layers import NAME, need, open_scale, operator_of, read_out, scale_of, windowed
+from zonal.hf.packing import MaskFunction, offsets_of_mask
 
 _SOME_SIZE = 64  # of a head, a square as some scores need it
 # what models may hand to their attention and an operator has no place for
@@ -35,7 +37,7 @@ def attend(
     Args:
         query: (B, H, T, D).
         key, value: (B, Hkv, S, ·), including cached tokens, unless a ``MemoryCache`` holds those.
-        attention_mask: the mask of ``padding``, (B, S), nonzero for a real token.
+        attention_mask: the mask of ``padding``: (B, S), nonzero for a real token, or the offsets (N + 1,) of documents.
 
     Returns: ((B, T, H, P), None).
 
@@ -50,7 +52,7 @@ def attend(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
-    real = _real_tokens(call, module, attention_mask, others)
+    mask = _mask_of(call, module, attention_mask, others)
     if scaling is not None and scaling != scale_of(module):  # the layer has scaled its queries itself, in part
         query = query * (scaling / scale_of(module))
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
@@ -62,10 +64,9 @@ def attend(
     past = MemoryCache.of_keys(key)
     if past is not None:
         cache, layer = past
-        y = cache.read(layer, operator, query, key, value, real)
+        y = cache.read(layer, operator, query, key, value, mask.real)
     else:
-        causal = bool(module.is_causal)
-        y = attention(query, key, value, operator, causal=causal, key_padding_mask=real)
+        y = _attention(query, key, value, operator, bool(module.is_causal), mask)
     return read_out(module, operator, y.transpose(1, 2)), None
 
 
@@ -105,7 +106,7 @@ def _attend_by_name(
 
     lacking: what the operator would have to keep, or None.
     """
-    real, causal = _real_tokens(name, module, attention_mask, others), bool(module.is_causal)
+    mask, causal = _mask_of(name, module, attention_mask, others), bool(module.is_causal)
     lacking = lacking or need(operator, query.shape[3], causal)
     if lacking is not None:
         raise ArgumentError(
@@ -113,8 +114,7 @@ def _attend_by_name(
             f"zonal.hf.convert(model, {name.removeprefix(f'{NAME}:')!r}) where this can be provided."
         )
     operator, scale = windowed(operator, sliding_window), scaling if open_scale(operator) else None
-    y = attention(query, key, value, operator, causal=causal, key_padding_mask=real, scale=scale)
-    return y.transpose(1, 2), None
+    return _attention(query, key, value, operator, causal, mask, scale).transpose(1, 2), None
 
 
 def _kept(operator: Operator) -> str | None:
@@ -128,10 +128,30 @@ def _kept(operator: Operator) -> str | None:
     return None
 
 
-def _real_tokens(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> Tensor | None:
-    """Which keys are real, bool (B, S), from a mask of ``padding``; None = all.
+class _Mask(NamedTuple):
+    """What keys count: ``real`` (B, S) bool, or the offsets of documents in rows one behind the other. None: all."""
 
-    Raises: ArgumentError for another mask, and for a layer that asks for something that operators do not support.
+    real: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, mask: _Mask, scale: float | None = None
+) -> Tensor:
+    """``zonal.attention`` on (B, H, T, D), with packed documents as one row."""
+    if mask.offsets is None:
+        return attention(q, k, v, operator, causal=causal, key_padding_mask=mask.real, scale=scale)
+    batch = len(q)
+    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # one row
+    y = attention(q, k, v, operator, causal=causal, cu_seqlens=mask.offsets, scale=scale)
+    return y[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _mask_of(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> _Mask:
+    """What a mask of ``padding`` says.
+
+    Raises: ArgumentError for another mask, for a layer that asks for something that operators do not support, and for
+        packed documents where transformers has made a mask of one sequence per row.
     """
     asked = next((name for name in _UNKNOWN if _asks(others.get(name))), None)
     if asked is not None:
@@ -139,11 +159,30 @@ def _real_tokens(call: str, module: nn.Module, mask: Tensor | None, others: Mapp
             f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use "
             "another attn_implementation for this model."
         )
+    if mask is not None and mask.dim() == 1:
+        return _Mask(offsets=mask)
     if mask is not None and mask.dim() != 2:
         raise ArgumentError(
             f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(mask.shape)}."
         )
-    return None if mask is None else mask.bool()
+    real = None if mask is None else mask.bool()
+    positions = others.get("position_ids")
+    if positions is not None and not getattr(module, "layer_idx", 0) and _starts_again(positions, real):
+        raise ArgumentError(
+            f"{call}: the mask says one sequence for packed documents (position_ids that start again from 0). Pass "
+            f"use_cache=False and leave attention_mask out; where transformers makes no mask for them "
+            f"({type(module).__name__} may be such a layer), give each document a row."
+        )
+    return _Mask(real)
+
+
+def _starts_again(positions: Tensor, real: Tensor | None) -> bool:
+    """Whether positions (B or 1, T) start again from 0 behind a real token."""
+    again = (positions[:, 1:] == 0) & (positions[:, :-1] >= 0)
+    if real is not None:
+        new = real[:, -positions.shape[1] :]
+        again = again & new[:, 1:] & new[:, :-1]
+    return bool(again.any())
 
 
 def _asks(value: Any) -> bool:
@@ -156,26 +195,40 @@ def padding(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
+    *,
+    batch_size: int,
+    mask_function: MaskFunction,
+    device: torch.device,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """The mask that transformers makes for converted layers: real tokens (B, S), or None if all are real. Operators
-    apply causality and windows themselves.
+    """The mask that transformers makes for converted layers. Operators apply causality and windows themselves.
+
+    mask_function: of transformers, which documents packed into rows are read from.
+
+    Returns: real tokens (B, S); or the offsets (N + 1,) of packed documents in rows one behind the other; or None if
+        each row is one sequence of real tokens.
 
     Raises:
-        ArgumentError: the mask is of another kind: packed sequences, overlays, or a cache with space for later tokens.
+        ArgumentError: the mask is of another kind: a function of the user's, blocks that see later tokens, or a cache
+            with space for later tokens.
     """
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip) or int(q_offset) + q_length != kv_offset + kv_length:
+    plain, grows = (
+        allow_is_causal_skip or allow_is_bidirectional_skip,
+        int(q_offset) + q_length == kv_offset + kv_length,
+    )
+    could_pack = q_length == kv_length and attention_mask is None and not use_vmap
+    if not grows or not (plain or could_pack):
         raise ArgumentError(
-            "hf.convert: a converted model takes its own causal or bidirectional mask, windows and "
-            "padding, and a cache that grows; received a mask of another kind (packed position_ids, an overlay) or a "
-            "static cache. Use one sequence per row, "
-            "with the default cache."
+            "hf.convert: a converted model takes its own causal or bidirectional mask, windows, padding and packed "
+            "documents, and a cache that grows; received a mask function or a static cache. Use the default cache, "
+            "and no mask function."
         )
     if attention_mask is None:
-        return None
+        return None if plain else offsets_of_mask(mask_function, batch_size, q_length, device)
     seen = attention_mask[:, -kv_length:]
     return None if bool(seen.all()) else seen
 

@@ -118,6 +118,11 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     Raises: ArgumentError for a layer that does more than operators know, and for an operator that does not fit.
     """
     config, scale, dim = layer.config, scale_of(layer), head_dim(layer)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} is of a model with attention in chunks, which operators do not have. "
+            "Models with full attention or sliding windows can be converted."
+        )
     if any(_rate(getattr(layer, name, 0.0)) for name in _DROPOUTS):
         raise ArgumentError(
             f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the "
@@ -135,14 +140,21 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
     if open_scale(made):
         made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
-    made = windowed(made, window)
+    bare, made = made, windowed(made, window)
     lacking = need(made, dim, bool(layer.is_causal))
     if lacking is not None:
         raise ArgumentError(
             f"{call}: operator {made.name!r} needs {lacking}. Use zonal.nn.Attention, which "
             "has it, or another operator."
         )
-    made.check(call, dim)
+    bare.check(call, dim)
+    try:
+        made.check(call, dim)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} has a sliding window of {window} tokens, which operator {made.name!r} "
+            f"cannot have. The memory of such a layer is bounded already. {_others(layer)}"
+        ) from error
     try:
         own = made.for_heads(*heads(layer), dim=dim)
     except ArgumentError as error:
@@ -152,6 +164,15 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     for slot in own.sized_since(made):  # what they draw is this layer's own
         own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
     return own.to(next(layer.parameters()).device)
+
+
+def _others(layer: Any) -> str:
+    """What to do about a layer with a sliding window, as a sentence."""
+    kinds = getattr(layer.config, "layer_types", None) or ()
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    if full:
+        return f"Convert the layers without one: layers={full}."
+    return "Choose an operator that can have a window, such as softmax."
 
 
 def need(operator: Operator, head_dim: int, causal: bool) -> str | None:

@@ -23,6 +23,7 @@ from transformers.utils.generic import can_return_tuple
 from zonal.errors import ArgumentError
 from zonal.hf.cache import ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
+from zonal.hf.packing import document_offsets
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
@@ -213,35 +214,6 @@ class ZonalModel(ZonalPreTrainedModel):
         states, after = self._blocks(x, {"key_padding_mask": real}, pasts)
         cache.end(after, tokens)
         return [state[:, -tokens:] for state in states]
-
-
-def document_offsets(position_ids: Tensor | None, x: Tensor, real: Tensor | None) -> Tensor | None:
-    """The offsets (N + 1,) of the documents in rows of tokens one behind the other, for positions (B, T) that start
-    again from 0 with each document; None if each row is one document.
-
-    Raises: ArgumentError for positions that neither go on by one nor start again from 0, and for packed documents with
-        padding (real: which tokens are none, None = all are real).
-    """
-    if position_ids is None or x.shape[1] == 1:
-        return None
-    positions = position_ids.expand(x.shape[:2])
-    follows = positions.diff(dim=1) == 1
-    if real is not None:
-        if not bool((follows | ~real[:, 1:] | ~real[:, :-1]).all()):
-            raise ArgumentError(
-                "ZonalModel: packed documents (position_ids that start again from 0) have no padding, and "
-                "attention_mask marks some. Leave the padding out, or give each document a row."
-            )
-        return None
-    if not bool((follows | (positions[:, 1:] == 0)).all()):
-        raise ArgumentError(
-            "ZonalModel: position_ids must go on by one, or start again from 0 with a new document. Tokens stand at "
-            "the positions at which they are read; leave position_ids out."
-        )
-    if bool(follows.all()):
-        return None
-    starts = F.pad(~follows, (1, 0), value=True)
-    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
 class ZonalLanguageModel(ZonalPreTrainedModel):
@@ -438,5 +410,4 @@ __all__ = [
     "ZonalLanguageModel",
     "ZonalModel",
     "ZonalPreTrainedModel",
-    "document_offsets",
 ]

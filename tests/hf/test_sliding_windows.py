@@ -1,0 +1,98 @@
+"""Models of transformers with sliding windows: converted layers keep them, in the cache of transformers and in
+memories, and an operator that cannot have one is refused by a sentence that names the other layers.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_llama import SIZES
+from torch import Tensor
+
+from zonal import hf
+from zonal.errors import ArgumentError
+
+WINDOW = 5
+# which layers have a window
+KINDS = {"Mistral": (True, True), "Gemma2": (True, False), "Gemma3": (True, False)}
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": 29, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    if kind == "Mistral":
+        config: Any = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
+        return transformers.MistralForCausalLM(config).eval()
+    types = ["sliding_attention", "full_attention"]
+    if kind == "Gemma2":
+        config = transformers.Gemma2Config(
+            **sizes, sliding_window=WINDOW, layer_types=types, attn_logit_softcapping=None
+        )
+        return transformers.Gemma2ForCausalLM(config).eval()
+    config = transformers.Gemma3TextConfig(**sizes, sliding_window=WINDOW, layer_types=types)
+    return transformers.Gemma3ForCausalLM(config).eval()
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randint(1, 29, shape, generator=torch.Generator().manual_seed(1))
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).abs().max() <= 5e-5 * wanted.abs().max())
+
+
+@pytest.mark.parametrize("cache", ["keys", "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_windows_are_kept(kind: str, cache: Any) -> None:
+    made, tokens = model(kind), drawn(2, 31)
+    wanted = made(tokens).logits
+    said = made.generate(tokens, max_new_tokens=9, do_sample=False)
+    real = torch.arange(31) >= torch.tensor([[0], [7]])
+    padded = made(tokens, attention_mask=real.long()).logits[real]
+    hf.convert(made, "softmax", cache=cache)
+    assert close(made(tokens).logits, wanted)
+    assert close(made(tokens, attention_mask=real.long()).logits[real], padded)
+    assert torch.equal(made.generate(tokens, max_new_tokens=9, do_sample=False), said)
+
+
+@pytest.mark.parametrize("operator", ["softmax", "squared_affine", "sko", "retention", "ska(power=1)"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_memory_of_a_layer_with_a_window_is_bounded(kind: str, operator: str) -> None:
+    made, tokens = model(kind), drawn(1, 40)
+    hf.convert(made, operator, cache="memory")
+    cache = hf.MemoryCache()
+    sizes, found = [], []
+    for piece in tokens.split([9, 1, 20, 10], dim=1):
+        found.append(made(piece, past_key_values=cache).logits)
+        sizes.append([layer.nbytes for layer in cache.memory().layers])
+    assert close(torch.cat(found, 1), made(tokens).logits)
+    for layer, window in enumerate(KINDS[kind]):
+        if window:
+            assert len({size[layer] for size in sizes}) == 1
+
+
+@torch.no_grad()
+def test_local_global_takes_the_layers_without_a_window() -> None:
+    operator = "local_global(window=4)"
+    with pytest.raises(ArgumentError, match=r"sliding window of 5 tokens.*layers without one: layers=\[1\]"):
+        hf.convert(model("Gemma2"), operator)
+    with pytest.raises(ArgumentError, match=r"bounded already. Choose an operator that can have a window"):
+        hf.convert(model("Mistral"), operator)
+    made, tokens = model("Gemma3"), drawn(1, 60)
+    hf.convert(made, operator, layers=[1], cache="memory")
+    cache = hf.MemoryCache()
+    first = made(tokens[:, :30], past_key_values=cache).logits
+    size = cache.memory().nbytes
+    last = made(tokens[:, 30:], past_key_values=cache).logits
+    assert cache.memory().nbytes == size  # every layer is bounded now
+    assert close(torch.cat([first, last], 1), made(tokens).logits)
+
+
+def test_attention_in_chunks_is_refused() -> None:
+    sizes = SIZES | {"vocab_size": 29, "intermediate_size_mlp": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    made = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, attention_chunk_size=4))
+    with pytest.raises(ArgumentError, match="attention in chunks, which operators do not have"):
+        hf.convert(made, "softmax")
