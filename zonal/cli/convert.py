@@ -27,7 +27,9 @@ Examples:
   zonal convert SmolLM2-135M-Instruct.Q4_1.gguf --to all --text novel,letters.txt --out smol-all
   zonal convert SmolLM2-135M --plan --text my-corpus/ --out smol-plan"""
 
-LOCAL_GLOBAL = "local_global(window=64, first=4, far='hedgehog', weight=0.02)"
+LOCAL_GLOBAL = (
+    "local_global(window=64, first=4, far='hedgehog(size=128, activation=\"exp\", init_scale=0.25)', weight=0.002)"
+)
 _HERE = ("budget", "threads")  # options that are not settings of the conversion
 
 
@@ -55,7 +57,7 @@ class Convert:
     """Steps of attention transfer, at most."""
     distil_steps: Annotated[int, STEPS] = 400
     """Steps of distillation, at most."""
-    transfer_rate: Annotated[float, RATE] = 1e-2
+    transfer_rate: Annotated[float, RATE] = 3e-2
     """Learning rate of attention transfer."""
     distil_rate: Annotated[float, RATE] = 3e-5
     """Learning rate of distillation."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_one_of, require_whole
+from zonal.algebra.declaration import require, require_one_of, require_positive, require_whole
 from zonal.algebra.score import FeatureLayer
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
@@ -19,7 +19,8 @@ class LearnedExp(FeatureMap):
     """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained per head.
 
     It claims no kernel. size: m, even. activation: ``softmax`` (bounded) or ``exp``. shared: one W for queries and
-    keys.
+    keys. init_scale: size of the entries of W x for a unit vector x before training. With ``exp`` start it small for
+    long vectors, such as 0.25 for the queries and keys of a trained model.
 
     Source: Zhang et al. 2024 (Hedgehog).
     """
@@ -31,9 +32,11 @@ class LearnedExp(FeatureMap):
     size: int
     activation: Literal["softmax", "exp"] = "softmax"
     shared: bool = False
+    init_scale: float = 1.0
 
     def __post_init__(self) -> None:
         require_whole("LearnedExp: size", self.size, 2, most=2**16)
+        require_positive("LearnedExp: init_scale", self.init_scale)
         require(
             self.size % 2 == 0,
             "LearnedExp: an even size >= 2 is required, because each projection is used with both signs, "
@@ -58,8 +61,7 @@ class LearnedExp(FeatureMap):
         )
 
     def draw(self, source: Source) -> dict[str, Tensor]:
-        # entries of W x are of size one for unit vectors
-        start = source.units("weight", self.size // 2, orthogonal=True) * source.dim**0.5
+        start = source.units("weight", self.size // 2, orthogonal=True) * source.dim**0.5 * self.init_scale
         return {name: start.clone() for name in self.learned}
 
     def _weight(self, buffers: Buffers, side: Side) -> Tensor:

@@ -21,13 +21,19 @@ from zonal.mechanisms.registry import mechanism
     paths="tiled, chunked",
 )
 def hedgehog(
-    size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None
+    size: int = 64,
+    activation: Literal["softmax", "exp"] = "softmax",
+    dim: int | None = None,
+    seed: int | None = None,
+    init_scale: float = 1.0,
 ) -> Operator:
     """Learned positive features phi(x) = softmax([W x, -W x]): the strongest baseline among linear-time feature maps.
 
     size: number of features m, from W (m / 2, D). activation: "softmax" over the features, or "exp" of each. dim, seed:
-    as in ``of_features``; without a layer and without dim, W keeps its initial value.
+    as in ``of_features``; without a layer and without dim, W keeps its initial value. init_scale: size of the entries
+    of W x for a unit vector x before training; with "exp" start it small for long vectors, such as 0.25 for the queries
+    and keys of a trained model.
 
     Raises: ArgumentError for sizes out of range. Source: Zhang et al. 2024 (Hedgehog).
     """
-    return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")
+    return of_features(LearnedExp(size, activation=activation, init_scale=init_scale), dim, seed, name="hedgehog")
