@@ -8,26 +8,29 @@ from torch import Tensor, nn
 from zonal import mechanisms
 from zonal.algebra import definition
 from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row, TopK
+from zonal.algebra.named import in_use
 from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
+from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
+from zonal.nn import crossing
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import Context, TokenMixer, real
+from zonal.nn.mixer import Inputs, TokenMixer, real
 from zonal.nn.norm import RMSNorm
-from zonal.nn.positions import document_positions
+from zonal.nn.positions import check_masks, document_positions
 from zonal.nn.rotary import Rotary
 from zonal.nn.topology import Earlier, deaths
 
-_ALONE = Context()
+_ALONE = Inputs()
 ReadoutNorm = Literal["auto", "head", "concat"]
 
 
@@ -48,6 +51,20 @@ def _sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | 
     if head_dim < 1:
         raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
     return kv_heads, head_dim
+
+
+def _check_parts(readout_norm: str | None, conv: int, context_dim: int | None, init: str) -> None:
+    """Raise ArgumentError for settings that no layer can have."""
+    if readout_norm not in ("auto", "head", "concat", None):
+        raise ArgumentError(
+            f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
+        )
+    if conv < 0 or conv == 1:
+        raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
+    if context_dim is not None and context_dim < 1:
+        raise ArgumentError(f"nn.Attention: context_dim must be at least 1, received {context_dim}.")
+    if init not in ("auto", *get_args(LayerInit)):
+        raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
 
 
 class Attention(TokenMixer):
@@ -76,7 +93,10 @@ class Attention(TokenMixer):
         init: how the projections start (see ``reset_parameters``). "auto": what the operator declares.
         bias: use biases in the four projections.
         causal: each token sees itself and earlier tokens, or only earlier tokens if the operator excludes the token
-            itself. False: each token sees all tokens.
+            itself. False: each token sees all tokens. With a context, each token sees all tokens of the context.
+        context_dim: size of the tokens of a context, for a layer of cross-attention: ``layer(x, context=c)``, with keys
+            and values of c. Such a layer needs a context at each call. None: keys and values of x, or of a context of
+            size ``dim`` where a call has one.
 
     Raises:
         ArgumentError: sizes do not fit, the operator cannot run in a layer, or its name is unknown; the message lists
@@ -104,17 +124,13 @@ class Attention(TokenMixer):
         init: LayerInit | Literal["auto"] = "auto",
         bias: bool = False,
         causal: bool = True,
+        context_dim: int | None = None,
     ) -> None:
         super().__init__()
         kv_heads, head_dim = _sizes_of_heads(dim, heads, kv_heads, head_dim)
-        if readout_norm not in ("auto", "head", "concat", None):
-            raise ArgumentError(
-                f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
-            )
-        if conv < 0 or conv == 1:
-            raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
-
-        self.dim, self.heads, self.kv_heads, self.head_dim, self.causal = dim, heads, kv_heads, head_dim, causal
+        _check_parts(readout_norm, conv, context_dim, init)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.context_dim, self.causal = context_dim, causal and context_dim is None
         resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
         if qk_dim is None:
             qk_dim = resolved.qk_dim if resolved.qk_dim is not None else head_dim
@@ -128,23 +144,16 @@ class Attention(TokenMixer):
         # a part that was sized here starts as the layer's, and so does what it draws
         self._starts = self.operator.sized_since(resolved)
         self.operator.score.check_values(head_dim)
-        if init not in ("auto", *get_args(LayerInit)):
-            raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
-        if self.init != "default" and max(qk_dim, head_dim if self.init == "orthogonal" else 0) > dim:
-            raise ArgumentError(
-                f"nn.Attention: projections that start orthogonal need heads of at most dim={dim} numbers, "
-                f"received qk_dim={qk_dim} and head_dim={head_dim}. "
-                "Choose smaller ones, because keys of more than dim numbers still have only dim directions, or "
-                "init='default'."
-            )
+        keyed = dim if context_dim is None else context_dim  # the size of what keys and values are made from
+        self._check_orthogonal()
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
         self._check_operator(key_gate)
         one_map = self.operator.score.one_map
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
-        self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
-        self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.key = self.query if one_map else nn.Linear(keyed, kv_heads * qk_dim, bias=bias)
+        self.value = nn.Linear(keyed, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
         if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # of layers whose queries have another size
             rotary = Rotary(qk_dim, rotary.base, rotary.scaling)
@@ -153,17 +162,27 @@ class Attention(TokenMixer):
         self.decay_gate = self._decay_gate()
         anchor = self.operator.anchor
         learns = isinstance(anchor, PlanAnchor) and anchor.learn
-        self.query_mass, self.key_mass = (MassGate(dim, count) if learns else None for count in (heads, kv_heads))
-        self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
+        self.query_mass = MassGate(dim, heads) if learns else None
+        self.key_mass = MassGate(keyed, kv_heads) if learns else None
+        self.key_gate = KeyGate(keyed, kv_heads) if key_gate else None
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
         self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
-        if self.readout_norm == "head":
-            self.readout: RMSNorm | None = RMSNorm(head_dim, readout_eps)
-        elif self.readout_norm == "concat":
-            self.readout = RMSNorm(heads * head_dim, readout_eps)
-        else:
-            self.readout = None
+        size = {"head": head_dim, "concat": heads * head_dim, None: None}[self.readout_norm]
+        self.readout = None if size is None else RMSNorm(size, readout_eps)
+        if context_dim is not None:
+            self._check_context()
         self.reset_parameters(Draws())
+
+    def _check_orthogonal(self) -> None:
+        """Refuse a start that the projections cannot have."""
+        longest = max(self.qk_dim, self.head_dim if self.init == "orthogonal" else 0)
+        for name, size in (("dim", self.dim), ("context_dim", self.context_dim or self.dim)):
+            if self.init != "default" and longest > size:
+                raise ArgumentError(
+                    f"nn.Attention: projections that start orthogonal need heads of at most {name}={size} numbers, "
+                    f"received qk_dim={self.qk_dim} and head_dim={self.head_dim}. Choose smaller ones, because keys of "
+                    f"more than {name} numbers still have only {name} directions, or init='default'."
+                )
 
     def _check_operator(self, key_gate: bool) -> None:
         """Refuse an operator that this layer cannot run."""
@@ -243,11 +262,12 @@ class Attention(TokenMixer):
         """
         if self.key_norm is not None:
             return 1.0
-        size = std * self.dim**0.5 if self.init == "default" else 1.0
+        size = std * self.key.in_features**0.5 if self.init == "default" else 1.0
         # weights of a convolution are drawn from U(-1/sqrt(w), 1/sqrt(w))
         return size if self.convolution is None else size * 3**-0.5
 
     def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        self._check_alone()
         memory = Memory.empty(self.operator, batch, self.kv_heads, self.key_dim, self.head_dim, dtype, device)
         return LayerMemory(
             memory, None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device)
@@ -257,36 +277,121 @@ class Attention(TokenMixer):
         """The learned quantities of the operator, as plain lists."""
         return self.operator.learned()
 
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
-        mass, score, key_bias = context.mass, self.operator.score, None
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
+        mass, score, key_bias = inputs.mass, self.operator.score, None
         if mass is not None:
-            self._check_mass(x, mass, context)
+            self._check_mass(x, mass, inputs)
             there = mass > 0
-            x, context = real(x, there), context._replace(key_padding_mask=there)
+            x, inputs = real(x, there), inputs._replace(key_padding_mask=there)
             # a plan's reference is mu nu^T K: its masses count tokens
             if not isinstance(self.operator.anchor, PlanAnchor):
                 key_bias = mass.masked_fill(~there, 1).log()[:, None].expand(-1, self.kv_heads, -1)
-        q, k, v, inner, tail = self._projected(x, context)
+        q, k, v, inner, tail = self._projected(x, inputs)
         if score.transports:
             v = score.carried(v, k)
-        query_mass, key_mass = self._masses(inner, mass if mass is not None else context.key_padding_mask)
+        tokens = mass if mass is not None else inputs.key_padding_mask
+        query_mass = self._mass(self.query_mass, self.heads, inner, tokens)
+        key_mass = self._mass(self.key_mass, self.kv_heads, inner, tokens)
         y, absorbed = self._attend(
-            q, k, v, context, log_decay=None if self.decay_gate is None else self.decay_gate(inner), key_bias=key_bias,
+            q, k, v, inputs, log_decay=None if self.decay_gate is None else self.decay_gate(inner), key_bias=key_bias,
             key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
         )  # fmt: skip
         if mass is not None and isinstance(self.operator.anchor, Count):  # which has divided by the number of buckets
             y = y * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(y)[:, None, None, None]
         y = score.carried(y, q, back=True) if score.transports else y
-        return self._read_out(y), context.after(absorbed, tail, x.shape[1])
+        return self._read_out(y), inputs.after(absorbed, tail, x.shape[1])
 
-    def _check_mass(self, x: Tensor, mass: Tensor, context: Context) -> None:
+    # --- cross-attention --------------------------------------------------------------------------------------------
+
+    def context_memory(self, context: Tensor, *, key_padding_mask: Tensor | None = None) -> Memory:
+        """The memory of a context, for many calls ``layer(x, context=memory)``: its keys and values are made once. It
+        has a constant size for operators that have such a memory.
+
+        Args:
+            context: (B, S, context_dim).
+            key_padding_mask: bool (B, S), True for a real token.
+
+        Raises:
+            ArgumentError: shapes do not fit, or the layer cannot read a context; the operators of plans read queries
+                and keys together, and have no memory.
+        """
+        k, v, inner = self._of_context(context, key_padding_mask)
+        batch, heads, _, _ = k.shape
+        empty = Memory.empty(self.operator, batch, heads, self.key_dim, self.head_dim, context.dtype, context.device)
+        gate = None if self.key_gate is None else self.key_gate(inner)
+        return empty.absorb(k, v, key_padding_mask, key_gate=gate)
+
+    def _cross(
+        self, x: Tensor, context: Tensor | Memory, context_padding_mask: Tensor | None, inputs: Inputs
+    ) -> Tensor:
+        q, score = self._lifted(self._queries(x)), self.operator.score
+        if isinstance(context, Memory):
+            self._check_context_memory(context, x, context_padding_mask, inputs.path)
+            y = context.read(q)
+        else:
+            k, v, inner = self._of_context(context, context_padding_mask, x.shape[0])
+            y = attention(
+                q, k, v, self.operator, key_padding_mask=context_padding_mask, path=inputs.path,
+                key_gate=None if self.key_gate is None else self.key_gate(inner),
+                query_mass=self._mass(self.query_mass, self.heads, x, inputs.key_padding_mask),
+                key_mass=self._mass(self.key_mass, self.kv_heads, inner, context_padding_mask),
+            )  # fmt: skip
+        return self._read_out(score.carried(y, q, back=True) if score.transports else y)
+
+    def _of_context(
+        self, context: Tensor, key_padding_mask: Tensor | None, batch: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values by head, and the context with zeros for padding. batch: that of x, None = any."""
+        self._check_context()
+        shape, size = tuple(context.shape), self.value.in_features
+        if len(shape) != 3 or shape[2] != size or not shape[1] or batch not in (None, shape[0]):
+            raise self._refused(
+                f"the context must be ({'batch' if batch is None else batch}, tokens >= 1, {size}), received {shape}."
+                f"{'' if size == shape[-1] or self.context_dim else ' Make the layer with context_dim for others.'}"
+            )
+        if key_padding_mask is not None:
+            check_masks("nn.Attention: context", shape[0], shape[1], key_padding_mask, None)
+            context = real(context, key_padding_mask)
+        k, v = self._lifted(self._keys(context)), self._split(self.value(context), self.kv_heads)
+        return k, self.operator.score.carried(v, k) if self.operator.score.transports else v, context
+
+    def _check_context(self) -> None:
+        """Raise ArgumentError for a layer that cannot read a context."""
+        reason = crossing.refusal(
+            self.operator, rotary=self.rotary is not None, conv=self.convolution is not None,
+            same_size=self.context_dim in (None, self.dim),
+        )  # fmt: skip
+        if reason is not None:
+            raise self._refused(reason)
+
+    def _check_context_memory(self, memory: Memory, x: Tensor, mask: Tensor | None, path: str) -> None:
+        if memory.operator is not in_use(self.operator) or memory.form.batch != x.shape[0]:
+            raise self._refused(
+                f"a context's memory must come from this layer's context_memory(), for {x.shape[0]} sequences; "
+                f"received one of {memory.form.batch} sequences and operator {memory.operator.name!r}."
+            )
+        if mask is not None or path != "auto":
+            raise self._refused(
+                "a context's memory is read in one way, and holds its mask. Pass context_padding_mask to "
+                "context_memory(), and leave path out."
+            )
+
+    def _check_alone(self) -> None:
+        """Raise ArgumentError in a layer whose keys and values are a context's."""
+        if self.context_dim is not None:
+            raise self._refused(
+                f"the layer was made with context_dim={self.context_dim}: it reads a context, and keeps no memory of "
+                "x. Call layer(x, context=c), or layer(x, context=layer.context_memory(c))."
+            )
+
+    def _check_mass(self, x: Tensor, mass: Tensor, inputs: Inputs) -> None:
         """Raise ArgumentError for masses that this layer cannot use."""
 
         def refuse(reason: str) -> ArgumentError:
             return ArgumentError(f"nn.Attention: {reason}")
 
         ordered = any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior)
-        if self.causal or context.before is not None or ordered:
+        if self.causal or inputs.before is not None or ordered:
             raise refuse(
                 "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier "
                 "tokens would read through it. Use causal=False, or do not merge."
@@ -298,13 +403,13 @@ class Attention(TokenMixer):
                 "Use one of those anchors, or do not merge."
             )
         placed = self.operator.prior or self.neighbours or self.rotary is not None or self.convolution is not None
-        if placed or context.cu_seqlens is not None:
+        if placed or inputs.cu_seqlens is not None:
             raise refuse(
                 "a bucket of tokens (mass) has no single position, which rotary positions, a short convolution, "
                 "neighbourhoods, packed documents and position priors need. "
                 "Add positions to the input of the first layer instead, or do not merge."
             )
-        masked = context.key_padding_mask is not None
+        masked = inputs.key_padding_mask is not None
         if mass.shape != x.shape[:2] or not mass.is_floating_point() or masked:
             given = "a key_padding_mask as well" if masked else f"{mass.dtype} of shape {tuple(mass.shape)}"
             raise refuse(
@@ -312,50 +417,54 @@ class Attention(TokenMixer):
                 f"key_padding_mask, received {given}."
             )
 
-    def _projected(self, x: Tensor, context: Context = _ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _projected(self, x: Tensor, inputs: Inputs = _ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head, what they were made from, and the convolution's tail."""
+        self._check_alone()
         tail = None
         inner = x
         if self.convolution is not None:
             inner, tail = self.convolution(
-                x, context.tail, key_padding_mask=context.key_padding_mask, cu_seqlens=context.cu_seqlens
+                x, inputs.tail, key_padding_mask=inputs.key_padding_mask, cu_seqlens=inputs.cu_seqlens
             )
-        q = self._split(self.query(inner), self.heads)
-        k = self._split(self.key(inner), self.kv_heads)
-        v = self._split(self.value(inner), self.kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = self._queries(inner), self._keys(inner), self._split(self.value(inner), self.kv_heads)
         if self.rotary is not None:
-            positions = self._positions(x.shape[1], context)
+            positions = self._positions(x.shape[1], inputs)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        if self.lift is not None:
-            q, k = self.lift(q), self.lift(k)
+        q, k = self._lifted(q), self._lifted(k)
         if self.neighbours:
-            q, k = self._with_deaths(q, k, context)
+            q, k = self._with_deaths(q, k, inputs)
         return q, k, v, inner, tail
 
-    def _masses(self, inner: Tensor, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The masses of queries and keys in a plan, None if all are equal. tokens (B, T): how many each stands for,
-        or whether it is one; 0 gives and receives nothing.
-        """
-        found = []
-        for gate, heads in ((self.query_mass, self.heads), (self.key_mass, self.kv_heads)):
-            mass = None if gate is None else gate(inner)
-            if tokens is not None and isinstance(self.operator.anchor, PlanAnchor):
-                count = tokens[:, None].expand(-1, heads, -1)
-                count = count if count.is_floating_point() else count.to(inner.dtype)
-                mass = count if mass is None else torch.where(count > 0, count * mass, 0)
-            found.append(mass)
-        return found[0], found[1]
+    def _queries(self, inner: Tensor) -> Tensor:
+        q = self._split(self.query(inner), self.heads)
+        return q if self.query_norm is None else self.query_norm(q)
 
-    def _with_deaths(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def _keys(self, inner: Tensor) -> Tensor:
+        k = self._split(self.key(inner), self.kv_heads)
+        return k if self.key_norm is None else self.key_norm(k)
+
+    def _lifted(self, x: Tensor) -> Tensor:
+        return x if self.lift is None else self.lift(x)
+
+    def _mass(self, gate: MassGate | None, heads: int, inner: Tensor, tokens: Tensor | None) -> Tensor | None:
+        """The masses of queries or keys in a plan, (B, heads, T), None if all are equal. tokens (B, T): how many each
+        stands for, or whether it is one; 0 gives and receives nothing.
+        """
+        mass = None if gate is None else gate(inner)
+        if tokens is None or not isinstance(self.operator.anchor, PlanAnchor):
+            return mass
+        count = tokens[:, None].expand(-1, heads, -1)
+        count = count if count.is_floating_point() else count.to(inner.dtype)
+        return count if mass is None else torch.where(count > 0, count * mass, 0)
+
+    def _with_deaths(self, q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
         earlier = None
-        if context.before is not None:
-            past = context.before.memory
+        if inputs.before is not None:
+            past = inputs.before.memory
             assert isinstance(past, KeyValues)  # of a distance, which is no dot product
             earlier = Earlier(past.tokens.k[..., : k.shape[-1]], past.tokens.mask)
-        mask, cu_seqlens = context.key_padding_mask, context.cu_seqlens
+        mask, cu_seqlens = inputs.key_padding_mask, inputs.cu_seqlens
         found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=mask, cu_seqlens=cu_seqlens)
         return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
 
@@ -366,20 +475,21 @@ class Attention(TokenMixer):
         multiplied by their gate, and zero for tokens that are not stored.
         """
         x = x if key_padding_mask is None else real(x, key_padding_mask)
-        _, k, v, inner, _ = self._projected(x, Context(key_padding_mask=key_padding_mask))
+        _, k, v, inner, _ = self._projected(x, Inputs(key_padding_mask=key_padding_mask))
         k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
         k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))
         return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
 
-    def evidence(self, x: Tensor) -> Tensor:
-        """The log kernel log K (B, H, T, T) of x (B, T, dim) in float64, prior included, without gradients.
+    def evidence(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The log kernel log K (B, H, T, S) of x (B, T, dim) and a context (B, S, context_dim; None: x itself) in
+        float64, prior included, without gradients.
 
         It is -inf for pairs that are forbidden, that ``TopK`` leaves out, or whose kernel is 0.
 
         Raises:
             ArgumentError: the kernel of the operator may be negative.
         """
-        return self.evidence_of(self.called(x))
+        return self.evidence_of(self.called(x, context))
 
     def evidence_of(self, call: Call) -> Tensor:
         """``evidence``, of the call that ``called`` has made."""
@@ -396,41 +506,48 @@ class Attention(TokenMixer):
             anchor = call.bound.anchor
             return block.masked_fill(block < anchor.least(block), float("-inf")) if isinstance(anchor, TopK) else block
 
-    def weights(self, x: Tensor) -> Tensor:
-        """The weights W (B, H, T, T) of x (B, T, dim) in float64, without gradients, from the definition of the anchor.
+    def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The weights W (B, H, T, S) of x (B, T, dim) and a context (B, S, context_dim; None: x itself) in float64,
+        without gradients, from the definition of the anchor.
 
         The output of the operator, before norm and output projection, is W times the values. Values of a key head are
         repeated for its query heads, and transformed if the score transforms values.
         """
         with torch.no_grad():
-            return dense.dense(self.called(x))
+            return dense.dense(self.called(x, context))
 
     @torch.no_grad()
-    def called(self, x: Tensor) -> Call:
-        """The call of the operator on x (B, T, dim) in float64, with the gates and masses of the layer, and with the
-        unit vectors of R^T as values.
+    def called(self, x: Tensor, context: Tensor | None = None) -> Call:
+        """The call of the operator on x (B, T, dim) and a context (None: x itself) in float64, with the gates and
+        masses of the layer, and with the unit vectors of R^S as values.
         """
-        q, k, _, inner, _ = self._projected(x)
-        units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
-        query_mass, key_mass = self._masses(inner, None)
+        if context is None:
+            q, k, _, inner, _ = self._projected(x)
+            read, log_decay = inner, None if self.decay_gate is None else self.decay_gate(inner)
+        else:
+            (k, _, read), inner, log_decay = self._of_context(context, None, x.shape[0]), x, None
+            q = self._lifted(self._queries(x))
+        units = torch.eye(k.shape[2], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
+        masses = Masses(
+            self._mass(self.query_mass, self.heads, inner, None), self._mass(self.key_mass, self.kv_heads, read, None)
+        )
         call = prepare(
-            self.operator, q.double(), k.double(), units, causal=self.causal,
-            log_decay=None if self.decay_gate is None else self.decay_gate(inner),
-            masses=Masses(query_mass, key_mass),
+            self.operator, q.double(), k.double(), units, causal=self.causal and context is None, log_decay=log_decay,
+            masses=masses,
         )  # fmt: skip
-        return weighted(call, None, None if self.key_gate is None else self.key_gate(inner))
+        return weighted(call, None, None if self.key_gate is None else self.key_gate(read))
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""
         return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
-    def _positions(self, length: int, context: Context) -> Tensor | int:
+    def _positions(self, length: int, inputs: Inputs) -> Tensor | int:
         """Positions count real tokens only, so that padding shifts nothing."""
-        start = 0 if context.before is None else context.before.position
-        if context.cu_seqlens is not None:
-            return document_positions(context.cu_seqlens, length)
-        if context.key_padding_mask is not None:
-            within = context.key_padding_mask.cumsum(dim=1) - 1
+        start = 0 if inputs.before is None else inputs.before.position
+        if inputs.cu_seqlens is not None:
+            return document_positions(inputs.cu_seqlens, length)
+        if inputs.key_padding_mask is not None:
+            within = inputs.key_padding_mask.cumsum(dim=1) - 1
             return within.clamp(min=0) + (start[:, None] if isinstance(start, Tensor) else start)
         if isinstance(start, Tensor):
             return start[:, None] + torch.arange(length, device=start.device)

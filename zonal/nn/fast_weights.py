@@ -18,7 +18,7 @@ from zonal.nn.convolution import ShortConvolution
 from zonal.nn.fading import RESET
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import Context, TokenMixer
+from zonal.nn.mixer import Inputs, TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, ssd
 
@@ -117,15 +117,15 @@ class FastWeights(TokenMixer):
         sums = self.sizes.empty_memory(self.operator, batch, dtype, device, self.columns)
         return LayerMemory(sums, self.convolution.empty_tail(batch, dtype, device))
 
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
-        before, key_padding_mask, cu_seqlens, path = context[:4]
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
+        before, key_padding_mask, cu_seqlens, path = inputs[:4]
         size = self._block(path, x.shape[1])
         mixed, gate, raw = self.input(x).split(self.parts, dim=2)
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)
         state = self._state(before, x.shape[0], dtype)
         passed, values = mixed.split([self.convolution.dim, mixed.shape[2] - self.convolution.dim], dim=2)
-        passed, tail = self.convolution(passed, context.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        passed, tail = self.convolution(passed, inputs.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         with torch.autocast(x.device.type, enabled=False):
             passed = torch.cat([passed, values], 2) if values.shape[2] else passed
             q, k, v = self._by_head(passed.to(dtype))
@@ -145,7 +145,7 @@ class FastWeights(TokenMixer):
         held, written = before.memory, Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
         assert isinstance(held, DecayedSums)
         absorbed = held.recorded(carried(held, mixed.state, written), written)
-        return y, context.after(absorbed, tail, x.shape[1])
+        return y, inputs.after(absorbed, tail, x.shape[1])
 
     def _block(self, path: str, length: int) -> int:
         sizes = {"auto": _BLOCK, "chunked": _BLOCK, "streaming": 1, "dense": length}

@@ -11,7 +11,7 @@ from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import Context, TokenMixer
+from zonal.nn.mixer import Inputs, TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
 from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
 
@@ -100,12 +100,12 @@ class Mamba2(TokenMixer):
         """rates: the factor by which each head fades its state over one token with Δ = softplus(b)."""
         return {"rates": (-self.log_rate.exp() * F.softplus(self.step_bias)).exp().tolist()}
 
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
         sizes = self.sizes
         gate, mixed, step = self._projected(x)
         (values, keys, queries), tail = self.convolution.parts(
-            mixed, [sizes.inner, sizes.shared, sizes.shared], context.tail, heads=sizes.heads,
-            key_padding_mask=context.key_padding_mask, cu_seqlens=context.cu_seqlens,
+            mixed, [sizes.inner, sizes.shared, sizes.shared], inputs.tail, heads=sizes.heads,
+            key_padding_mask=inputs.key_padding_mask, cu_seqlens=inputs.cu_seqlens,
         )  # fmt: skip
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(mixed.dtype)
@@ -117,9 +117,9 @@ class Mamba2(TokenMixer):
         # what each token counts is its Δ, however small
         key_bias = step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2)
         q, k, v = sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2)
-        y, absorbed = self._attend(q, k, v, context, log_decay=log_decay, key_bias=key_bias)
+        y, absorbed = self._attend(q, k, v, inputs, log_decay=log_decay, key_bias=key_bias)
         y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))
-        return y, context.after(absorbed, tail, x.shape[1])
+        return y, inputs.after(absorbed, tail, x.shape[1])
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z, [x, B, C] and Δ.

@@ -12,7 +12,7 @@ from zonal.memory.ridge import last_key, previous_keys
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import Context, TokenMixer
+from zonal.nn.mixer import Inputs, TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, draw_steps_, ssd
 
@@ -116,13 +116,13 @@ class Mamba3(TokenMixer):
         """rates: the factor by which each head fades its state over one token with Δ = softplus(b) and A = 1."""
         return {"rates": (-F.softplus(self.step_bias)).exp().tolist()}
 
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
-        sizes, (before, key_padding_mask, cu_seqlens, *_) = self.sizes, context
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
+        sizes, (before, key_padding_mask, cu_seqlens, *_) = self.sizes, inputs
         gate, values, keys, queries, step, rate, share, angle = self.input(x).split(self.parts, dim=2)
         tail = None
         if self.convolution is not None:
             values, tail = self.convolution(
-                values, context.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+                values, inputs.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
             )
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)
@@ -147,14 +147,14 @@ class Mamba3(TokenMixer):
         if cu_seqlens is not None:  # nothing comes before a document
             weight = weight.index_fill(2, cu_seqlens[:-1].to(weight.device, torch.int64), 0)
         written = late_values * weight.unsqueeze(-1)
-        y, absorbed = self._attend(queries, late_keys, written, context, log_decay=log_decay)
+        y, absorbed = self._attend(queries, late_keys, written, inputs, log_decay=log_decay)
         y = y + (own * (queries * keys).sum(-1) + self.skip.to(dtype).unsqueeze(-1)).unsqueeze(-1) * values
         y = self.output((y.transpose(1, 2).flatten(2) * F.silu(gate.to(dtype))).to(gate.dtype))
         if before is None:
             return y, None
         last = last_key(tokens, key_padding_mask, start).clone()
         carried = {"previous": last, "angle": turn[:, :, -1].remainder(2 * math.pi)}
-        return y, context.after(absorbed, tail, x.shape[1], carried)
+        return y, inputs.after(absorbed, tail, x.shape[1], carried)
 
     def _angles(self, angle: Tensor, step: Tensor, before: Past | None) -> Tensor:
         """Σ_{s ≤ t} Δ_s π tanh(θ_s), (B, H, T, pairs) float64: the sums grow long, and only their differences count."""

@@ -21,7 +21,7 @@ from zonal.nn.memory import LayerDecoder, LayerMemory, Past, load_memories
 from zonal.nn.positions import check_masks
 
 
-class Context(NamedTuple):
+class Inputs(NamedTuple):
     """What a call of a layer is given besides its tokens, as in ``TokenMixer.forward``."""
 
     before: Past | None = None
@@ -93,8 +93,17 @@ class TokenMixer(nn.Module, abc.ABC):
         """``empty_memory`` of a given type and device."""
 
     @abc.abstractmethod
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
         """``forward`` of checked x, in which padding is zero: y, and the past after x where there is one before."""
+
+    def _cross(
+        self, x: Tensor, context: Tensor | Memory, context_padding_mask: Tensor | None, inputs: Inputs
+    ) -> Tensor:
+        """``forward`` of checked x with a context."""
+        raise self._refused(
+            "context (cross-attention) is for nn.Attention, whose keys and values can come from other tokens. Leave it "
+            "out, or add a layer of Attention that reads it."
+        )
 
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -115,6 +124,8 @@ class TokenMixer(nn.Module, abc.ABC):
         path: str = "auto",
         action_mask: Tensor | None = None,
         mass: Tensor | None = None,
+        context: Tensor | Memory | None = None,
+        context_padding_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Past]:
         """Apply the layer.
 
@@ -129,17 +140,32 @@ class TokenMixer(nn.Module, abc.ABC):
                 and for mixtures with one (``chooses``).
             mass: (B, T), at least 0: the number of equal tokens that each token stands for (see ``zonal.nn.Merged``),
                 with 0 for padding. Only for bidirectional layers of ``Attention`` without positions.
+            context: (B, S, context_dim), the tokens whose keys and values are read in place of those of x, all of them
+                by every token of x; or the memory of ``Attention.context_memory``. Only for layers of ``Attention``.
+            context_padding_mask: bool (B, S), True for a real token of the context.
 
         Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
 
         Raises:
             ArgumentError: shapes, masks or the memory do not fit the layer, or it has no use for an argument.
         """
+        if context is not None or context_padding_mask is not None:
+            others = (memory, cu_seqlens, action_mask, mass)
+            if context is None or return_memory or any(other is not None for other in others):
+                raise self._refused(
+                    "context_padding_mask comes with a context, and beside these two a call takes key_padding_mask "
+                    "(of x) and path. The layer keeps nothing of x: leave memory, return_memory, cu_seqlens, "
+                    "action_mask and mass out."
+                )
+            self._before(x, None, False, key_padding_mask, None)
+            x = x if key_padding_mask is None else real(x, key_padding_mask)
+            inputs = Inputs(key_padding_mask=key_padding_mask, path=path)
+            return self._cross(x, context, context_padding_mask, inputs)
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         if action_mask is not None or mass is not None:
             self._check_uses(action_mask, mass)
         x = x if key_padding_mask is None else real(x, key_padding_mask)
-        y, after = self._mix(x, Context(before, key_padding_mask, cu_seqlens, path, action_mask, mass))
+        y, after = self._mix(x, Inputs(before, key_padding_mask, cu_seqlens, path, action_mask, mass))
         return y if after is None else (y, after)
 
     def reads(self, tokens: int) -> Tensor:
@@ -238,7 +264,7 @@ class TokenMixer(nn.Module, abc.ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        context: Context,
+        inputs: Inputs,
         *,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
@@ -247,17 +273,17 @@ class TokenMixer(nn.Module, abc.ABC):
         key_mass: Tensor | None = None,
     ) -> tuple[Tensor, Memory | Decoder | None]:
         """What the operator reads, (B, H, T, P), and what it has absorbed, None without a past."""
-        before, mask = context.before, context.key_padding_mask
+        before, mask = inputs.before, inputs.key_padding_mask
         if isinstance(before, LayerDecoder):
             y = before.decoder.step(
                 q, k, v, key_padding_mask=mask, log_decay=log_decay, key_bias=key_bias,
-                action_mask=context.action_mask, key_gate=key_gate,
+                action_mask=inputs.action_mask, key_gate=key_gate,
             )  # fmt: skip
             return y, before.decoder
         result = attention(
-            q, k, v, self.operator, causal=self.causal, key_padding_mask=mask, cu_seqlens=context.cu_seqlens,
-            memory=None if before is None else before.memory, path=context.path, log_decay=log_decay,
-            key_bias=key_bias, action_mask=context.action_mask, key_gate=key_gate, query_mass=query_mass,
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=mask, cu_seqlens=inputs.cu_seqlens,
+            memory=None if before is None else before.memory, path=inputs.path, log_decay=log_decay,
+            key_bias=key_bias, action_mask=inputs.action_mask, key_gate=key_gate, query_mass=query_mass,
             key_mass=key_mass,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
@@ -273,4 +299,4 @@ def _through(later: Tensor, earlier: Tensor) -> Tensor:
     return (later.float() @ earlier.float()) > 0
 
 
-__all__ = ["Context", "TokenMixer", "real"]
+__all__ = ["Inputs", "TokenMixer", "real"]

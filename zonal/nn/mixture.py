@@ -13,7 +13,7 @@ from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, Past
-from zonal.nn.mixer import Context, TokenMixer
+from zonal.nn.mixer import Inputs, TokenMixer
 
 
 class Mixture(TokenMixer):
@@ -102,8 +102,8 @@ class Mixture(TokenMixer):
         """g(x), (B, T, parts): positive numbers that sum to 1."""
         return self.gate_out(F.silu(self.gate_in(x))).softmax(-1)
 
-    def _mix(self, x: Tensor, context: Context) -> tuple[Tensor, Past | None]:
-        before, mask, cu_seqlens, path, action_mask, _ = context
+    def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
+        before, mask, cu_seqlens, path, action_mask, _ = inputs
         each = [None] * len(self.parts) if before is None else [dataclasses.replace(before, others=()), *before.others]
         found: list[Tensor] = []
         after: list[Past] = []
