@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: nn.Attention(DIM, 2, "softmax", context_dim=8, rotary=True), "rotary=False, and add positions"),
         (lambda: nn.Attention(DIM, 4, "softmax", context_dim=8, conv=3), "Use conv=0"),
         (lambda: nn.Attention(DIM, 4, "rewa_categorical", context_dim=8), "one map makes its queries and keys"),
-        (lambda: nn.Attention(DIM, 4, "ridge", context_dim=2, init="orthogonal"), "heads of at most context_dim=2 numbers"),
+        (lambda: nn.Attention(DIM, 4, "ridge", context_dim=2, init="orthogonal"), "at most context_dim=2 numbers"),
         (lambda: layer(x), r"made with context_dim=20.*layer\(x, context=c\)"),
         (lambda: layer.empty_memory(2), "made with context_dim=20"),
         (lambda: layer(x, context=x), r"context must be \(2, tokens >= 1, 20\), received \(2, 5, 12\)"),
