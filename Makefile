@@ -59,21 +59,23 @@ format: $(STAMP)  ## ruff mends and formats
 	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 	@$(BIN)/ruff format zonal tests benchmarks examples
 
-bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 20 minutes, run alone)
-	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
-	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
-	@$(BIN)/python -m benchmarks.rewa --out results/benchmarks/rewa.json
-	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
-	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
-	@$(BIN)/python -m benchmarks.relatives --threads 1 --out results/benchmarks/relatives.json
-	@$(BIN)/python -m benchmarks.sparse --threads 2 --out results/benchmarks/sparse.json
-	@$(BIN)/python -m benchmarks.transport --threads 1 --out results/benchmarks/transport.json
-	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
+bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/benchmarks (about 20 minutes, run alone)
+	@$(BIN)/python -m benchmarks.recurrence
+	@$(BIN)/python -m benchmarks.tiled
+	@$(BIN)/python -m benchmarks.rewa
+	@$(BIN)/python -m benchmarks.linear
+	@$(BIN)/python -m benchmarks.koopman --threads 1
+	@$(BIN)/python -m benchmarks.relatives --threads 1
+	@$(BIN)/python -m benchmarks.sparse --threads 2
+	@$(BIN)/python -m benchmarks.transport --threads 1
+	@$(BIN)/python -m benchmarks.local_global --threads 1
+	@$(BIN)/python -m benchmarks.planner
+	@$(BIN)/python -m benchmarks.machines results/benchmarks
 
 bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, installed first (about 8 minutes, run alone)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[bench]" -c constraints.txt
-	@$(BIN)/python -m benchmarks.linear_peers --out results/benchmarks/linear_peers.json
-	@$(BIN)/python -m benchmarks.backbones --out results/benchmarks/backbones.json
+	@$(BIN)/python -m benchmarks.linear_peers
+	@$(BIN)/python -m benchmarks.backbones
 
 bench-fidelity: $(STAMP)  ## how near feature maps come to their kernel, and the picture of docs/slay_maps.md (about 15 minutes of one core; goes on where it stopped)
 	@$(BIN)/python -m benchmarks.fidelity --resume --out results/benchmarks/fidelity.json --picture docs/fidelity.svg
@@ -89,11 +91,12 @@ bench-long: $(STAMP)  ## two small models trained on 512 tokens and read on 32k:
 	@$(BIN)/python -m benchmarks.long_context --threads 1 --model runs/long-softmax --model runs/long-rewa --out results/benchmarks/long_context.json
 
 bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
-	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json
+	@$(BIN)/python -m benchmarks.gpu
 
 results: $(STAMP)  ## the HTML pages of results/, from the records kept there
 	@$(BIN)/zonal report $(patsubst %/,%,$(dir $(wildcard results/*/runs.zip)))
 	@$(BIN)/python -m benchmarks.pages results/benchmarks
+	@$(BIN)/python -m benchmarks.machines results/benchmarks
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -139,7 +139,7 @@ def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    parser = common.parser(__doc__ or "", "backbones", "resume")
+    parser = common.parser(__doc__ or "", "backbones", "resume", by_machine=True)
     parser.add_argument("--rows", type=int, default=None, help="measure at most so many rows (default: all)")
     run = common.Run(
         parser.parse_args(argv), only_cpu="the peer's own kernels are for CUDA and are not part of this benchmark"

@@ -14,6 +14,7 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import statistics
 import threading
@@ -29,6 +30,8 @@ from torch import Tensor
 from zonal import store
 from zonal.errors import ArgumentError
 from zonal.execution.machine import seconds, synchronise
+from zonal.kernels.build import SETS
+from zonal.kernels.choice import features, processor
 from zonal.training.environment import describe_device, versions
 
 SCHEMA = 1
@@ -82,13 +85,20 @@ SHARED: dict[str, dict[str, Any]] = {
 """Options that several benchmarks have."""
 
 
-def parser(about: str, name: str, *shared: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Options of every benchmark: --out, --threads, --device, --quick; of ``SHARED``, those named."""
+MACHINE = "{machine}"
+"""What a path has in place of ``machine_kind``."""
+
+
+def parser(about: str, name: str, *shared: str, by_machine: bool = False, **defaults: Any) -> argparse.ArgumentParser:
+    """Options of every benchmark: --out, --threads, --device, --quick; of ``SHARED``, those named.
+
+    by_machine: the results depend on the machine above all, and each kind of machine has a folder of its own.
+    """
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--out",
-        default=f"results/benchmarks/{name}.json",
-        help="where the JSON goes; '-' writes none (default: %(default)s)",
+        default=f"results/benchmarks/{MACHINE}/{name}.json" if by_machine else f"results/benchmarks/{name}.json",
+        help=f"where the JSON goes, {MACHINE} being the kind of machine; '-' writes none (default: %(default)s)",
     )
     made.add_argument("--threads", type=int, default=None, help="threads of torch (default: as torch chooses)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
@@ -100,7 +110,7 @@ def parser(about: str, name: str, *shared: str, **defaults: Any) -> argparse.Arg
 
 
 def prepare(options: argparse.Namespace) -> torch.device:
-    """Threads and device of the options; a fixed seed."""
+    """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine."""
     if options.threads is not None:
         if options.threads < 1:
             raise ArgumentError(f"bench: --threads must be >= 1, received {options.threads}.")
@@ -109,7 +119,17 @@ def prepare(options: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
+    options.out = options.out.replace(MACHINE, machine_kind(device))
     return device
+
+
+def machine_kind(device: torch.device) -> str:
+    """A folder's name for machines with this processor and its highest instruction set, or with this GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    words = re.sub(r"\(\w+\)|\bprocessor\b|\bcpu\b.*", " ", name.lower())
+    if device.type == "cpu":
+        words += f" {next(isa.name for isa in SETS if isa.needs <= features())}"
+    return "-".join(re.findall(r"[a-z0-9]+", words))
 
 
 class Run:

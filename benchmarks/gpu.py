@@ -333,7 +333,7 @@ def required(device: torch.device) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark: 0 when it ran, 2 where it cannot."""
-    parser = common.parser(__doc__ or "", "gpu", "budget", "only", budget=1.0, device="cuda")
+    parser = common.parser(__doc__ or "", "gpu", "budget", "only", budget=1.0, device="cuda", by_machine=True)
     parser.add_argument(
         "--minutes",
         type=float,

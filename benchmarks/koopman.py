@@ -196,7 +196,7 @@ def line(row: dict[str, Any], case: Case) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
     run = common.Run(
-        common.parser(__doc__ or "", "koopman", "budget", "only", budget=6.0).parse_args(argv),
+        common.parser(__doc__ or "", "koopman", "budget", "only", budget=6.0, by_machine=True).parse_args(argv),
         only_cpu="the kernels for ridge read-outs run on the CPU only",
     )
     cases = [case for case in table() if run.options.only in str(case)]

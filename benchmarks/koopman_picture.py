@@ -15,7 +15,8 @@ from xml.sax.saxutils import escape
 from zonal import store
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, PICTURE = ROOT / "results" / "benchmarks" / "koopman.json", ROOT / "docs" / "speed.svg"
+RECORD = ROOT / "results" / "benchmarks" / "intel-xeon-avx512-bf16" / "koopman.json"
+PICTURE = ROOT / "docs" / "speed.svg"
 DIM, POWER = 56, 2
 
 _WIDTH, _HEIGHT = 900, 330

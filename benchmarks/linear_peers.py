@@ -214,7 +214,7 @@ def softmax_error(found: LinearPeer, causal: bool) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Check every peer that is installed, then print its time at each length."""
-    parser = common.parser(__doc__ or "", "linear_peers", "budget", "only", "resume", budget=2.0)
+    parser = common.parser(__doc__ or "", "linear_peers", "budget", "only", "resume", budget=2.0, by_machine=True)
     parser.add_argument(
         "--tokens",
         type=int,

@@ -81,7 +81,7 @@ def decoded(length: int, device: torch.device) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    run = common.Run(common.parser(__doc__ or "", "local_global").parse_args(argv))
+    run = common.Run(common.parser(__doc__ or "", "local_global", by_machine=True).parse_args(argv))
     error = gate(run.device)
     rows: list[dict[str, Any]] = []
     for length in LENGTHS[:1] if run.options.quick else LENGTHS:

@@ -18,13 +18,14 @@ PAGES: dict[str, Callable[[Path, Any], None]] = {
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the page of every benchmark in ``folder`` that has one; returns the pages. Raises: FileFormatError."""
+    """Write the page of every benchmark in ``folder``, or in a folder of a machine in it, that has one; returns the
+    pages. Raises: FileFormatError.
+    """
     made = []
-    for name, page in PAGES.items():
-        record = folder / f"{name}.json"
-        if record.is_file():
-            page(record.with_suffix(".html"), read_json(record))
+    for record in sorted(folder.rglob("*.json")):
+        if record.stem in PAGES:
             made.append(record.with_suffix(".html"))
+            PAGES[record.stem](made[-1], read_json(record))
     return made
 
 

@@ -211,7 +211,7 @@ def measured(cases: list[Case], device: torch.device, budget: float) -> Iterator
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when the planner's choice is good on the required share of the calls, else 1."""
-    made = common.parser(__doc__ or "", "planner")
+    made = common.parser(__doc__ or "", "planner", by_machine=True)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument(
         "--budget", type=float, default=0.1, help="seconds for each path of a call (default: %(default)s)"

@@ -83,7 +83,7 @@ def gate(device: torch.device) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    parser = common.parser(__doc__ or "", "recurrence")
+    parser = common.parser(__doc__ or "", "recurrence", by_machine=True)
     parser.add_argument(
         "--longest", type=int, default=LENGTHS[-1], help="leave out longer sequences (default: %(default)s)"
     )

@@ -219,7 +219,9 @@ def summary(rows: dict[str, dict[str, Any]], errors: dict[str, float]) -> tuple[
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    run = common.Run(common.parser(__doc__ or "", "rewa", "budget", "only", "resume", budget=6.0).parse_args(argv))
+    run = common.Run(
+        common.parser(__doc__ or "", "rewa", "budget", "only", "resume", budget=6.0, by_machine=True).parse_args(argv)
+    )
     options, device = run.options, run.device
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:

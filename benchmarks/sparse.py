@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns 0 when softmax and REWA keep 0.95 of the mass at five times the speed of exact tiles on both clustered
     inputs, else 1.
     """
-    parser = common.parser(__doc__ or "", "sparse")
+    parser = common.parser(__doc__ or "", "sparse", by_machine=True)
     parser.add_argument("--heads", type=int, default=4, help="heads of each call (default: %(default)s)")
     parser.add_argument(
         "--tokens",

@@ -256,7 +256,9 @@ def line(row: dict[str, Any], case: Case) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
-    run = common.Run(common.parser(__doc__ or "", "tiled", "budget", "only", budget=6.0).parse_args(argv))
+    run = common.Run(
+        common.parser(__doc__ or "", "tiled", "budget", "only", budget=6.0, by_machine=True).parse_args(argv)
+    )
     cases = [case for case in table() if run.options.only in str(case)]
     if run.options.quick:
         cases = [case for case in cases if case.tokens == 127]

@@ -166,7 +166,7 @@ def peak(tokens: int, what: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    run = common.Run(common.parser(__doc__ or "", "transport").parse_args(argv))
+    run = common.Run(common.parser(__doc__ or "", "transport", by_machine=True).parse_args(argv))
     options = run.options
     error = gated()
     problems = ((128, 1.0),) if options.quick else PROBLEMS

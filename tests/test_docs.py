@@ -20,7 +20,7 @@ import pytest
 import torch
 from matrix import DECLARED, OPERATORS
 
-from benchmarks import koopman_picture
+from benchmarks import koopman_picture, machines
 from tools import pages
 from zonal import mechanisms, nn
 from zonal.cli import parse
@@ -273,9 +273,17 @@ def test_readme_is_one_look() -> None:
 
 
 def test_the_picture_is_that_of_its_record() -> None:
-    """docs/speed.svg is what ``python -m benchmarks.koopman_picture`` draws from results/benchmarks/koopman.json."""
+    """docs/speed.svg is what ``python -m benchmarks.koopman_picture`` draws from its record."""
     assert koopman_picture.PICTURE.read_text(encoding="utf-8") == koopman_picture.from_record(), (
         "docs/speed.svg is not the picture of its record: run python -m benchmarks.koopman_picture"
+    )
+
+
+def test_the_page_of_machines_is_that_of_the_records() -> None:
+    """results/benchmarks/machines.md is what ``python -m benchmarks.machines`` writes."""
+    folder = ROOT / "results" / "benchmarks"
+    assert (folder / "machines.md").read_text(encoding="utf-8") == machines.page(folder), (
+        "results/benchmarks/machines.md is not of its records: run python -m benchmarks.machines results/benchmarks"
     )
 
 
