@@ -13,7 +13,7 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.call import Call, Held, check_memory, empty_memory, lowered, prepare, weighted
+from zonal.execution.call import Call, Held, check_memory, empty_memory, lowered, prepare, thinned, weighted
 from zonal.execution.mask import Masses
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
@@ -45,6 +45,7 @@ def attention(
     query_mass: Tensor | None = None,
     key_mass: Tensor | None = None,
     start: Potentials | None = None,
+    dropout: float = 0.0,
 ) -> Any:
     """y_t = sum_s W_ts v_s with W = A(B l(S)) for a declared operator, by the cheapest path.
 
@@ -75,6 +76,8 @@ def attention(
             receive, as fractions of the document's sum; 0 excludes a token. None = equal masses for all queries that
             see a key and all keys that a query sees. Give padded queries a query_mass of 0.
         start: initial potentials of a plan's iteration (``zonal.potentials``).
+        dropout: the share of weights W_ts that are set to zero, drawn from torch's generator; the others are divided by
+            1 - dropout, so that the mean of y stays. Only path "dense" holds the weights.
 
     Returns: y (B, H, T, P) in the dtype of q, or (y, memory). A query that sees no key gets zeros.
 
@@ -93,6 +96,7 @@ def attention(
             log_decay=log_decay, key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
         )  # fmt: skip
         call = weighted(call, action_mask, key_gate, memory.count if isinstance(memory, Memory) else 0)
+        call = thinned(call, dropout)
         _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
         if memory is None and not return_memory:
             # with nothing to sum, the definition is the answer, which planner, kernels and memories need not know

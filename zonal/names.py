@@ -22,7 +22,11 @@ _TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("is_causal use_causal_mask", ("causal",), "pass causal= to zonal.attention and to layers"),
     ("attn_mask attn_bias mask attention_mask src_mask", (), f"there is no mask of pairs; use {_MASKS}"),
     ("padding_mask src_key_padding_mask", ("key_padding_mask",), f"masks are {_MASKS}"),
-    ("dropout_p dropout attention_dropout attn_dropout", (), "attention has no dropout here; leave it out"),
+    (
+        "dropout_p dropout attention_dropout attn_dropout",
+        ("dropout",),
+        "dropout of weights is an argument of zonal.attention and nn.Attention",
+    ),
     ("embed_dim hidden_size d_model n_embd model_dim", ("dim",), "the width is the dim of the layer or the model"),
     (
         "num_heads n_heads nhead n_head num_attention_heads",

@@ -66,6 +66,7 @@ class Call:
     held: what the call continues from; None means nothing, and that no memory is returned.
     memory: the memory that the call continues from; None when only the plan of such a call is wanted.
     place: the device that the call is planned for; None is that of its tensors.
+    dropout: the share of weights that are set to zero.
     """
 
     operator: Operator
@@ -87,6 +88,7 @@ class Call:
     held: Held | None = None
     memory: Memory | None = None
     place: torch.device | None = None
+    dropout: float = 0.0
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -390,6 +392,13 @@ def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, pa
     shape = batch, call.bound.kv_heads, keys
     check_weights("attention", call.operator, shape, action_mask, key_gate, call.visibility.key_mask, past)
     return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
+
+
+def thinned(call: Call, dropout: float) -> Call:
+    """The call with a share of its weights set to zero."""
+    if not 0 <= dropout < 1:
+        raise ArgumentError(f"attention: dropout must be at least 0 and below 1, received {dropout}.")
+    return replace(call, dropout=dropout) if dropout else call
 
 
 def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:

@@ -88,6 +88,16 @@ def _keys(call: Call) -> str | None:
     )
 
 
+def _weights(call: Call, path: str) -> str | None:
+    """Why a path cannot set weights of a call to zero (dropout), or None."""
+    if not call.dropout or path == "dense":
+        return None
+    return (
+        "it never holds the weights that dropout sets to zero. Set dropout to 0, and apply nn.Dropout to what the "
+        "layer returns"
+    )
+
+
 def _untransformed(call: Call, why: str) -> str | None:
     """``why`` torch.func's transforms (vmap, grad, jvp, …) cannot pass through, where one is at work."""
     if not torch_func.active():
@@ -262,7 +272,7 @@ class Asked(NamedTuple):
 
 def asked(call: Call, path: str | None = None) -> Asked:
     """Ask every path (or one), and every route of those that can run the call, once."""
-    reasons = {name: PATHS[name](call) for name in (PATHS if path is None else (path,))}
+    reasons = {name: _weights(call, name) or PATHS[name](call) for name in (PATHS if path is None else (path,))}
     routes: list[Route] = []
     without: dict[Route, str] = {}
     family, cuda = call.tags.family, call.device.type == "cuda"

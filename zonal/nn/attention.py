@@ -97,6 +97,8 @@ class Attention(TokenMixer):
         context_dim: size of the tokens of a context, for a layer of cross-attention: ``layer(x, context=c)``, with keys
             and values of c. Such a layer needs a context at each call. None: keys and values of x, or of a context of
             size ``dim`` where a call has one.
+        dropout: in training, the share of weights that are set to zero (see ``zonal.attention``). Calls then run on
+            path "dense", whose time and memory are quadratic in the number of tokens; other paths never hold weights.
 
     Raises:
         ArgumentError: sizes do not fit, the operator cannot run in a layer, or its name is unknown; the message lists
@@ -125,12 +127,15 @@ class Attention(TokenMixer):
         bias: bool = False,
         causal: bool = True,
         context_dim: int | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         kv_heads, head_dim = _sizes_of_heads(dim, heads, kv_heads, head_dim)
         _check_parts(readout_norm, conv, context_dim, init)
+        if not 0 <= dropout < 1:
+            raise ArgumentError(f"nn.Attention: dropout must be at least 0 and below 1, received {dropout}.")
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.context_dim, self.causal = context_dim, causal and context_dim is None
+        self.context_dim, self.causal, self.dropout = context_dim, causal and context_dim is None, dropout
         resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
         if qk_dim is None:
             qk_dim = resolved.qk_dim if resolved.qk_dim is not None else head_dim
@@ -335,6 +340,7 @@ class Attention(TokenMixer):
                 key_gate=None if self.key_gate is None else self.key_gate(inner),
                 query_mass=self._mass(self.query_mass, self.heads, x, inputs.key_padding_mask),
                 key_mass=self._mass(self.key_mass, self.kv_heads, inner, context_padding_mask),
+                dropout=self.dropout if self.training else 0.0,
             )  # fmt: skip
         return self._read_out(score.carried(y, q, back=True) if score.transports else y)
 
@@ -374,6 +380,11 @@ class Attention(TokenMixer):
             raise self._refused(
                 "a context's memory is read in one way, and holds its mask. Pass context_padding_mask to "
                 "context_memory(), and leave path out."
+            )
+        if self.dropout and self.training:
+            raise self._refused(
+                "reading a context's memory sets no weights to zero, and the layer trains with "
+                f"dropout={self.dropout}. Pass the context itself, or call eval() first."
             )
 
     def _check_alone(self) -> None:

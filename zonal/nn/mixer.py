@@ -58,6 +58,7 @@ class TokenMixer(nn.Module, abc.ABC):
     output: the projection to y.
     convolution: the short convolution, or None.
     causal: whether no token sees a later one. Only causal layers have a memory.
+    dropout: the share of weights that are set to zero in training.
     """
 
     dim: int
@@ -65,6 +66,7 @@ class TokenMixer(nn.Module, abc.ABC):
     output: nn.Linear
     convolution: ShortConvolution | None
     causal: bool = True
+    dropout: float = 0.0
     merges: bool = False
     """Whether the layer can read merged tokens; its ``forward`` then takes a mass."""
     carries: tuple[str, ...] = ()
@@ -274,7 +276,13 @@ class TokenMixer(nn.Module, abc.ABC):
     ) -> tuple[Tensor, Memory | Decoder | None]:
         """What the operator reads, (B, H, T, P), and what it has absorbed, None without a past."""
         before, mask = inputs.before, inputs.key_padding_mask
+        dropout = self.dropout if self.training else 0.0
         if isinstance(before, LayerDecoder):
+            if dropout:
+                raise self._refused(
+                    f"a decoder sets no weights to zero, and the layer trains with dropout={dropout}. Call eval() "
+                    "first."
+                )
             y = before.decoder.step(
                 q, k, v, key_padding_mask=mask, log_decay=log_decay, key_bias=key_bias,
                 action_mask=inputs.action_mask, key_gate=key_gate,
@@ -284,7 +292,7 @@ class TokenMixer(nn.Module, abc.ABC):
             q, k, v, self.operator, causal=self.causal, key_padding_mask=mask, cu_seqlens=inputs.cu_seqlens,
             memory=None if before is None else before.memory, path=inputs.path, log_decay=log_decay,
             key_bias=key_bias, action_mask=inputs.action_mask, key_gate=key_gate, query_mass=query_mass,
-            key_mass=key_mass,
+            key_mass=key_mass, dropout=dropout,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
 

@@ -3,6 +3,7 @@
 Cost: T S numbers a head (and S^2 with a solve, S^3/3 work). In float64 this is what all other paths are tested against.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra import definition
@@ -25,4 +26,7 @@ def weights(call: Call) -> Tensor:
 
 def dense(call: Call) -> Tensor:
     """y (B, H, T, P)."""
-    return call.scaled(weights(call) @ call.expand(call.v))
+    found = weights(call)
+    if call.dropout:
+        found = F.dropout(found, call.dropout)
+    return call.scaled(found @ call.expand(call.v))
