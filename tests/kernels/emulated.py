@@ -139,7 +139,7 @@ def calls() -> None:
     run(m.ska(power=1), "chunked")
     run(m.softmax().replace(anchor=anchor.TopK(8, search=hashing.LSH())), "sparse")
     with torch.no_grad():
-        for operator in (m.squared_affine(), m.ska(power=1)):
+        for operator in (m.squared_affine(), m.slay(scale="small"), m.local_global(8, "hedgehog", first=2), m.ska()):
             first, last = ([x[:, :, part] for x in (q, k, v)] for part in (slice(88), slice(88, 90)))
             _, memory = zonal.attention(*first, operator, causal=True, return_memory=True)
             zonal.attention(*last, operator, causal=True, memory=memory, path="streaming")

@@ -21,7 +21,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 THREADS = "-O1 -g -fno-omit-frame-pointer -fsanitize=thread"
-FAMILIES = ("cpp", "sums", "sums_carried", "ridge", "fading_ridge", "distance", "decode", "mixer", "features")
+FAMILIES = (
+    "cpp",
+    "sums",
+    "sums_carried",
+    "ridge",
+    "fading_ridge",
+    "distance",
+    "decode",
+    "mixer",
+    "features",
+    "window_decode",
+)
 TESTS = (
     *(f"tests/kernels/test_{name}.py" for name in FAMILIES),
     *(f"tests/execution/test_{name}.py" for name in ("sparse", "decoder", "short_vectors")),

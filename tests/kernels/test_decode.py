@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels.decode_cases import PIECES, draw, pieces
 from matrix import randomised
 from torch import Tensor
 
@@ -65,38 +66,6 @@ SHAPES = {
     "two numbers": (2, 2, 2, 8),
     "one number": (2, 1, 1, 1),
 }
-PIECES = (1, 1, 3, 16, 1, 2, 8, 1, 7)
-
-
-def draw(shape: tuple[int, int, int, int], tokens: int, batch: int = 2) -> list[Tensor]:
-    heads, kv_heads, dim, value_dim = shape
-    generator = torch.Generator().manual_seed(sum(shape))
-    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
-    return [torch.randn(batch, n, tokens, d, generator=generator, dtype=torch.float64) for n, d in sizes]
-
-
-def pieces(
-    operator: Operator,
-    tensors: list[Tensor],
-    sizes: tuple[int, ...],
-    path: str = "streaming",
-    memory: Memory | None = None,
-) -> tuple[Tensor, Memory]:
-    """The tokens in pieces, each after the memory of those before it."""
-    q, k, v = tensors
-    memory = (
-        Memory.empty(operator, k.shape[0], k.shape[1], k.shape[3], v.shape[3], dtype=k.dtype)
-        if memory is None
-        else memory
-    )
-    found = []
-    for start, stop in itertools.pairwise((0, *itertools.accumulate(sizes))):
-        part = slice(start, stop)
-        y, memory = zonal.attention(
-            q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path=path
-        )
-        found.append(y)
-    return torch.cat(found, 2), memory
 
 
 def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:

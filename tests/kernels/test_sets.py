@@ -51,6 +51,10 @@ SUITES = {
     "ridge": ("kernels/test_ridge.py", "kernel_equals_definition or steps_equal or no_digits"),
     "fading ridge": ("kernels/test_fading_ridge.py", "equals_definition and odd or pieces or gap or steps_equal"),
     "decode": ("kernels/test_decode.py", "steps_equal or chunked_and_the_verbs"),
+    "decode with a window": (
+        "kernels/test_window_decode.py",
+        "(steps_equal and (grouped or one)) or any_size or transformer",
+    ),
     "mixer": ("kernels/test_mixer.py", "of_float64 or borders or packed"),
     "distance": ("kernels/test_distance.py", "equals_definition or five_digits or clustered"),
     "features": ("kernels/test_features.py", "(as_good_as_those and 37) or range or lanes or (plain and slay)"),

@@ -9,8 +9,8 @@ from zonal import torch_func
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, checked, lowered, prepare, spread, weighted
 from zonal.execution.mask import log_decay_of
-from zonal.execution.paths.steps import RidgeSteps, SumsSteps, check_devices, devices_of, numbers_of
-from zonal.execution.paths.streaming import compiled_steps, first_step, streaming
+from zonal.execution.paths.steps import check_devices, devices_of, numbers_of
+from zonal.execution.paths.streaming import Steps, compiled_steps, first_step, streaming
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.incoming import prepared
@@ -28,7 +28,7 @@ class StepDecoder(Decoder):
             raise ArgumentError(f"Decoder: a memory is required, received {type(memory).__name__}.")
         self.operator, self.form, self._device = memory.operator, memory.form, memory.form.device.type
         self._held: Memory = memory
-        self._steps: SumsSteps | RidgeSteps | None = None
+        self._steps: Steps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
         self._devices = devices_of(memory.operator)
 

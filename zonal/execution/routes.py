@@ -251,6 +251,8 @@ ROUTES: tuple[Route, ...] = (
     Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
     Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
           False, sources=("decode",)),
+    Route("streaming", "C++ window and sums", streaming.window_refusal, work.compiled_window_steps, streaming.by_kernel,
+          _STEPS, "window", False, sources=("decode",)),
     Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
           _RIDGE_STEPS, "ridge", False, sources=("ridge_decode",)),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),

@@ -530,6 +530,14 @@ def compiled_steps(s: Shape) -> Work:
     return Work(done, 2 * state * 4, (2 * state + heads * s.queries * s.value_dim) * 4, 17.0, kv)
 
 
+def compiled_window_steps(s: Shape) -> Work:
+    """A few tokens after a window and sums by a compiled kernel: kept keys and values are read for each query."""
+    kept = min(s.past + s.queries, float(s.tags.window))
+    done = s.batch * s.heads * s.queries * kept * float(s.dim + s.value_dim)
+    near = Work(done, s.batch * s.kv_heads * kept * float(s.dim + s.value_dim) * s.itemsize, 0.0, 0.0)
+    return _both(s, near, compiled_steps(_far(s)))
+
+
 def compiled_ridge_steps(s: Shape) -> Work:
     """A few tokens after ridge statistics by a compiled kernel: every sum is read and written in float64."""
     rank, kv, shifts = _rank(s), s.batch * s.kv_heads, s.tags.shifts

@@ -1,5 +1,6 @@
 """The kernel for feature maps of one layer (features.cpp): an elementwise function of a product with a matrix."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from zonal.kernels.op import Body, Gradients, Op, Results, only_first
 
 FAMILY = Family("features", FORMULAS["identity"], cuda=False)
 _KINDS = {"exp": 0, "square": 1}
-_BLOCK = abi.Struct("features.cpp", "Block")
+_BLOCK = abi.Struct("activations.hpp", "Block")
 _LAYER = abi.Struct("features.cpp", "Layer", {
     "x": "B H T D", "weight": "heads rows D", "dy": "B H T F", "y": "B H T F", "dx": "B H T D",
     "dweight": "B H parts rows D", "lost": "one",
@@ -49,6 +50,11 @@ class FeaturesInputs(NamedTuple):
     weight: Tensor
 
 
+def blocks_of(activations: Sequence[Activation]) -> bytes:
+    """Activations as the C++ sources read them."""
+    return b"".join(_BLOCK.pack(_KINDS[each.function], *each[1:]) for each in activations)
+
+
 def _arguments(inputs: FeaturesInputs, spec: FeaturesSpec, tokens: int) -> Arguments:
     batch, heads, length, dim = inputs.x.shape
     call = Arguments(_LAYER, {
@@ -58,8 +64,7 @@ def _arguments(inputs: FeaturesInputs, spec: FeaturesSpec, tokens: int) -> Argum
     }, {"one": 1})  # fmt: skip
     call.point("x", inputs.x)
     call.point("weight", inputs.weight)
-    blocks = [_BLOCK.pack(_KINDS[each.function], *each[1:]) for each in spec.activations]
-    call.point_at_bytes("blocks", b"".join(blocks))
+    call.point_at_bytes("blocks", blocks_of(spec.activations))
     return call
 
 
@@ -118,4 +123,4 @@ def made(x: Tensor, layer: FeatureLayer) -> Tensor:
     return y
 
 
-__all__ = ["FAMILY", "FeaturesInputs", "FeaturesSpec", "features", "made"]
+__all__ = ["FAMILY", "FeaturesInputs", "FeaturesSpec", "blocks_of", "features", "made"]

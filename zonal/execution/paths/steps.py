@@ -1,6 +1,6 @@
 """Steps of a decoder by compiled kernels on the CPU: a few tokens absorbed into a memory's sums and read.
 
-Sums over features are passed over once a step; a step of ridge statistics takes O(r^2).
+Sums over features are passed over once a step, also those before a window; a step of ridge statistics takes O(r^2).
 """
 
 from dataclasses import replace
@@ -12,16 +12,18 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
-from zonal.algebra.score import Clipped, Fused
+from zonal.algebra.bound import Bound
+from zonal.algebra.score import Clipped
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
 from zonal.features import feature_map
+from zonal.formula import FORMULAS
 from zonal.kernels.abi import empty
-from zonal.kernels.decode import DTYPES, DecodeSpec
 from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
+from zonal.kernels.decode import DecodeSpec, Maps, Window, WindowSpec
 from zonal.kernels.native import Reason
 from zonal.kernels.op import plain
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
@@ -31,7 +33,9 @@ from zonal.memory.inverse import REMAKE, Inverse, ridge_version
 from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums as MemorySums
 from zonal.memory.sums import fading
+from zonal.memory.tokens import Tokens
 from zonal.memory.whitened import width_of
+from zonal.memory.windowed import WindowedSums, far_of
 
 MOST_FADED = 12.0
 """After more nats of decay than this in one call torch's steps of ridge statistics run: what is left is too small for
@@ -48,6 +52,24 @@ def sums_refusal(call: Call, kind: str) -> Reason:
     return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "features", "decayed"))
 
 
+def window_refusal(call: Call, kind: str) -> Reason:
+    """Why torch's verbs of a memory of this kind run in the place of the kernel of a window and sums, or None."""
+    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit_window(call, kind))
+
+
+def _unfit_window(call: Call, kind: str) -> Reason:
+    reason = _unfit(call, kind, "windowed")
+    if reason is not None:
+        return reason
+    bound, far, scale = call.bound, far_of(call.bound).bound, None if call.raw is None else call.raw.scale
+    fused = bound.score.fused(call.head_dim, bound.score_params, scale)
+    if fused is None or fused.normalise or tile.code_of(bound.link) != FORMULAS["exp"]:
+        return "the kernel of its window is not the exponential of a plain dot product"
+    if _product(far, call.head_dim, None) is None:
+        return f"its far score {type(far.score).__name__} is neither a dot product nor made of features of one layer"
+    return None
+
+
 def ridge_refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
     return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge", "fading"))
@@ -58,7 +80,9 @@ def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
         return "a call that is traced or transformed needs operations of torch"
     if kind not in wanted:
         return f"a memory of kind {kind!r} is not in it"
-    other = other_ridge(call) if kind in ("ridge", "fading") else tile.other_anchor(call)
+    other = None
+    if kind != "windowed":
+        other = other_ridge(call) if kind in ("ridge", "fading") else tile.other_anchor(call)
     if other:
         return other
     if call.chunk is not None:
@@ -73,6 +97,38 @@ def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
     if call.recorded:
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
     return tile.empty_rows(call)
+
+
+class _Product(NamedTuple):
+    """A score as the kernel of sums computes it from raw queries and keys: scale f(q) . f(k), f the identity or, if
+    ``normalise``, x / |x|; or with ``maps`` phi(scale q) . phi(k). scale: (H,) or a number.
+    """
+
+    scale: Tensor | float
+    normalise: bool = False
+    maps: Maps | None = None
+
+
+def _product(bound: Bound, dim: int, scale: float | None) -> _Product | None:
+    """The score for vectors of ``dim`` numbers; None = torch prepares queries and keys."""
+    fused = bound.score.fused(dim, bound.score_params, scale)
+    if fused is not None:
+        return _Product(fused.scale, fused.normalise)
+    layers = bound.score.layers(dim, bound.score_params, scale)
+    return None if layers is None else _Product(1.0, maps=Maps(*layers))
+
+
+def _weights(bound: Bound, dim: int) -> Tensor:
+    """The link's coefficient of each feature's power, (H or 1, features). dim: of prepared vectors."""
+    features = feature_map(bound.link)
+    assert features is not None
+    trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
+    monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
+    return features.scale(monomials.float(), dim)
+
+
+def _by_head(x: Tensor | float, heads: int) -> Tensor:
+    return (x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float32)).float().expand(heads)
 
 
 class Numbers:
@@ -174,25 +230,21 @@ class SumsSteps(Compiled):
 
     def __init__(self, call: Call, memory: MemorySums) -> None:
         super().__init__(call)
-        bound, dim, fused = call.bound, call.shape[4], None
+        bound, dim, found = call.bound, call.shape[4], None
         memory = memory if call.log_decay is None else fading(memory)
         features = feature_map(bound.link)
         assert features is not None
-        if call.raw is not None:
-            fused = bound.score.fused(call.head_dim, bound.score_params, self.scale)
-        self.fused, plain = fused is not None, fused or Fused(False, 1.0)
         batch, kv_heads, _, value_dim = self.sizes
-        spec = DecodeSpec(
-            (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
-            tile.kind_of(call), bound.link.positive, call.include_self,
-            plain.normalise,
-        )  # fmt: skip
         with torch.no_grad():
-            trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
-            monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
-            scale = plain.scale
-            scale = scale if isinstance(scale, Tensor) else torch.full((self.heads,), scale, dtype=torch.float32)
-            self._kernel = Kernel(spec, scale, features.scale(monomials.float(), dim))
+            if call.raw is not None:
+                found = _product(bound, call.head_dim, self.scale)
+            self.raw, product = found is not None, found or _Product(1.0)
+            spec = DecodeSpec(
+                (batch, self.heads, kv_heads, dim if product.maps is None else call.head_dim, value_dim),
+                features.degree, features.lowest, tile.kind_of(call), bound.link.positive, call.include_self,
+                product.normalise,
+            )  # fmt: skip
+            self._kernel = Kernel(spec, _by_head(product.scale, self.heads), _weights(bound, dim), product.maps)
         self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
         self._state, self._own = memory.state.contiguous(), False
         self._total, self._declared, self._passed = memory.total, bound.log_decay, 0  # tokens at the declared rate
@@ -205,14 +257,12 @@ class SumsSteps(Compiled):
 
         log_decay: (B or 1, Hkv, T); None: as the operator declares it.
         """
-        if self.fused:
+        if self.raw:
             return self.run(q, k, v, log_decay)
         return self.run(*self.prepared(q, k, v), log_decay)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""
-        if q.dtype not in DTYPES:
-            q, k, v = q.float(), k.float(), v.float()
         (batch, _, tokens, _), into = q.shape, self._state if self._own else None
         keep = self._keep if log_decay is None else log_decay.exp().float()
         if keep is not None:
@@ -239,6 +289,97 @@ class SumsSteps(Compiled):
         if total is not None and self._declared is not None:
             total = total + self._passed * self._declared
         return replace(self._before, count=self._count, state=self._state, total=total)
+
+
+_ROOM = 64
+"""A window has room for as many further tokens as it has, and these, before its keys move to a new place."""
+
+
+class WindowSteps(Compiled):
+    """The keys of a window and the sums before it in the hands of the kernel, which changes its own copies of them.
+
+    Raises: BuildError when the kernel does not compile.
+    """
+
+    def __init__(self, call: Call, memory: WindowedSums) -> None:
+        super().__init__(call)
+        bound, dim, far = call.bound, call.head_dim, far_of(call.bound)
+        batch, kv_heads, _, value_dim = self.sizes
+        features = feature_map(far.bound.link)
+        assert features is not None
+        with torch.no_grad():
+            fused, product = bound.score.fused(dim, bound.score_params, self.scale), _product(far.bound, dim, None)
+            assert fused is not None
+            assert product is not None
+            near, scale, key_scale = _by_head(fused.scale, self.heads), _by_head(product.scale, self.heads), 1.0
+            if not product.normalise:  # as ``Far`` scales what it sees
+                scale, key_scale = scale * near * dim**0.25, dim**-0.25
+            spec = DecodeSpec(
+                (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest, "row",
+                far.bound.link.positive, True, product.normalise,
+            )  # fmt: skip
+            share = _by_head(far.weight, self.heads)
+            rules = WindowSpec(far.window, far.first, near, share, key_scale)
+            weights = _weights(far.bound, far.bound.score.width(dim))
+            self._kernel = Kernel(spec, scale, weights, product.maps, rules)
+        self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
+        self._state, self._own = memory.state.contiguous(), False
+        self._size, self._length = far.window, memory.tokens.length
+        opening = memory.tokens.span(0, 0) if memory.opening is None else memory.opening
+        first = opening.map(lambda x: x.clone(memory_format=torch.contiguous_format))  # the kernel writes into it
+        kept, held, opened = memory.tokens, _real(memory.tokens), _real(first)
+        self._window = Window(kept.k, kept.v, self._length, held, first.k, first.v, opened)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+        assert log_decay is None
+        tokens, window = q.shape[2], self._window
+        if window.end + tokens > window.k.shape[2]:
+            self._window = window = self._moved(window)
+        into = self._state if self._own else None
+        found = self._kernel(q, k, v, self._state, self._count, self._padding, into, window=window)
+        if found is None:
+            return None
+        self._count, self._length = self._count + tokens, min(self._length + tokens, self._size)
+        self._state, self._own = found[1], True
+        return found[0]
+
+    def _moved(self, window: Window) -> Window:
+        """The window at the start of a new place. Memories that were given away keep the old one."""
+        start = window.end - self._length
+
+        def moved(x: Tensor) -> Tensor:
+            room = x.new_empty(*x.shape[:2], 2 * self._size + _ROOM, x.shape[3])
+            room[:, :, : self._length] = x[:, :, start : window.end]
+            return room
+
+        return replace(window, k=moved(window.k), v=moved(window.v), end=self._length)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count
+
+    def memory(self) -> WindowedSums:
+        """The memory after all steps. Later ones leave it as it is: they write behind its keys, and to other sums."""
+        self._own, window = False, self._window
+        last = slice(window.end - self._length, window.end)
+        tokens = Tokens(window.k[:, :, last], window.v[:, :, last])
+        if bool((window.held < self._length).any()):
+            place = torch.arange(self._length, 0, -1, device="cpu")
+            tokens = tokens._replace(mask=place <= window.held[:, None])
+        opening = self._before.opening
+        if opening is not None:
+            mask = torch.arange(opening.length, device="cpu") < window.opened[:, None]
+            opening = Tokens(window.opening_k.clone(), window.opening_v.clone(), mask)
+        return replace(self._before, count=self._count, tokens=tokens, state=self._state, opening=opening)
+
+
+def _real(tokens: Tokens) -> Tensor:
+    """How many of the tokens are real, (B,) int64."""
+    if tokens.mask is None:
+        return torch.full((tokens.k.shape[0],), tokens.length, dtype=torch.int64, device="cpu")
+    return tokens.mask.sum(-1)
 
 
 class Sums(NamedTuple):
@@ -368,5 +509,6 @@ class RidgeSteps(Compiled):
 
 
 __all__ = [
-    "MOST_TOKENS", "Compiled", "Numbers", "RidgeSteps", "SumsSteps", "numbers_of", "ridge_refusal", "sums_refusal",
+    "MOST_TOKENS", "Compiled", "Numbers", "RidgeSteps", "SumsSteps", "WindowSteps", "numbers_of", "ridge_refusal",
+    "sums_refusal", "window_refusal",
 ]  # fmt: skip

@@ -16,12 +16,15 @@ from zonal.errors import ArgumentError
 from zonal.execution.call import Call, Held, check_memory, empty_memory, tail
 from zonal.execution.paths import steps
 from zonal.execution.paths.documents import by_document
-from zonal.execution.paths.steps import RidgeSteps, SumsSteps
+from zonal.execution.paths.steps import RidgeSteps, SumsSteps, WindowSteps
 from zonal.kernels.build import BuildError
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
+from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens, WindowedSums
 from zonal.memory.refusals import features_refusal
 from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums
+
+Steps = SumsSteps | RidgeSteps | WindowSteps
+"""A memory in the hands of a compiled kernel."""
 
 
 def refusal(call: Call) -> str | None:
@@ -48,6 +51,20 @@ def sums_refusal(call: Call) -> str | None:
     return steps.sums_refusal(call, call.kind)
 
 
+def window_refusal(call: Call) -> str | None:
+    """Why the compiled kernel does not take a few tokens after a memory with a window, or None."""
+    memory = call.memory
+    if isinstance(memory, WindowedSums):
+        kept = [x for x in (memory.tokens, memory.opening) if x is not None]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (memory.state, *(x for t in kept for x in t[:2]))):
+            return "it has no gradients, and the memory may be asked for some"
+        if any(tokens.key_bias is not None for tokens in kept):
+            return "the memory keeps key biases, which are not in it"
+        if memory.form.dtype != call.dtype:
+            return f"the memory keeps keys in {memory.form.dtype}, and this call has them in {call.dtype}"
+    return steps.window_refusal(call, call.kind)
+
+
 def ridge_refusal(call: Call) -> str | None:
     """Why the compiled kernel does not take a few tokens after ridge statistics, or None."""
     memory = call.memory
@@ -60,10 +77,9 @@ def ridge_refusal(call: Call) -> str | None:
 def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     """y and the memory after a few tokens, by a compiled kernel. Raises: BuildError when it does not compile."""
     memory = call.memory
-    if memory is None:  # one that nobody will see may keep the computing type
-        memory = empty_memory(call, call.k.dtype)
+    memory = empty_memory(call) if memory is None else memory
     check_memory(call, memory)
-    steps = RidgeSteps(call, memory) if isinstance(memory, GramStatistics) else SumsSteps(call, cast(Sums, memory))
+    steps = _of(call, memory)
     y = first_step(call, steps)
     if y is None:  # too much fades, or the environment has switched the kernels off since the call was planned
         return by_torch(call)
@@ -110,14 +126,21 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     return call.scaled(y), memory if return_memory else None
 
 
-def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
+def _of(call: Call, memory: Memory) -> Steps:
+    if isinstance(memory, GramStatistics):
+        return RidgeSteps(call, memory)
+    if isinstance(memory, WindowedSums):
+        return WindowSteps(call, memory)
+    return SumsSteps(call, cast(Sums, memory))
+
+
+def compiled_steps(call: Call, memory: Memory) -> Steps | None:
     """The compiled kernel with the numbers of a memory, for steps like this call, or None: torch's verbs run."""
     call = replace(call, memory=memory, held=Held.of(memory))
+    kinds = ((GramStatistics, ridge_refusal), (WindowedSums, window_refusal), (Sums, sums_refusal))
+    refuse = next((refuse for kind, refuse in kinds if isinstance(memory, kind)), None)
     try:
-        if isinstance(memory, GramStatistics):
-            return None if ridge_refusal(call) else RidgeSteps(call, memory)
-        if isinstance(memory, Sums):
-            return None if sums_refusal(call) else SumsSteps(call, memory)
+        return None if refuse is None or refuse(call) else _of(call, memory)
     except BuildError as error:  # once: from now on it is refused
         warnings.warn(
             f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
@@ -126,10 +149,11 @@ def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
     return None
 
 
-def first_step(call: Call, steps: SumsSteps | RidgeSteps) -> Tensor | None:
+def first_step(call: Call, steps: Steps) -> Tensor | None:
     """y (B, H, T, P) of the call that the steps were made for, or None as theirs."""
     if call.raw is not None:
         return steps.step(*call.raw[:3], call.log_decay)
+    assert not isinstance(steps, WindowSteps)
     y = steps.run(*call.tokens, call.log_decay)
     return None if y is None else y.to(call.dtype)
 
@@ -154,6 +178,7 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
 
 
 __all__ = [
+    "Steps",
     "by_kernel",
     "by_torch",
     "compiled_steps",
@@ -162,4 +187,5 @@ __all__ = [
     "ridge_refusal",
     "streaming",
     "sums_refusal",
+    "window_refusal",
 ]

@@ -4,16 +4,10 @@
 // The tokens of a column lie across the lanes of vectors. A column's features are made in one pass, and made again in
 // backward, so that only x and y are ever in memory.
 
-#include "common.hpp"
+#include "activations.hpp"
 #include "products.hpp"
 
 extern "C" {
-
-// ``count`` features by the function ``kind`` (enum Kind), of the rows from ``start`` on.
-struct Block {
-  int64_t kind, start, count;
-  float factor, norm, offset, gain;
-};
 
 // What zonal/kernels/features.py fills in. Last axes have stride 1.
 struct Layer {
@@ -28,24 +22,6 @@ struct Layer {
 }
 
 namespace {
-
-enum Kind { EXP = 0, SQUARE = 1 };
-
-// e^x to two units in the last place; it overflows to infinity, and underflows through denormal numbers
-inline V exponential(V x) {
-  const V low = most(least(x, spread(89.f)), spread(-104.5f));
-  const V whole = (low * LOG2E + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to the nearest whole number
-  const V rest = (low - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  // either half is the exponent of a normal number
-  const I power = __builtin_convertvector(whole, I), half = power >> 1;
-  const I first = (half + 127) << 23, second = (power - half + 127) << 23;
-  return polynomial(rest * LOG2E, EXPONENTIAL) * reinterpret_cast<const V&>(first) * reinterpret_cast<const V&>(second);
-}
-
-template <int KIND>
-INLINE V activated(V z) {
-  return KIND == EXP ? exponential(z) : z * z;
-}
 
 template <int KIND>
 INLINE V slope(V z) {
