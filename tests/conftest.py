@@ -1,5 +1,6 @@
 """What all tests share: a cache folder of their own, and the same speeds on every machine."""
 
+import atexit
 import gc
 import os
 import random
@@ -25,18 +26,30 @@ from zonal.kernels import native as native_kernels
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without a compiler every call may say so, which no test is about but those that take the compiler away."""
-    if native_kernels.compiler() is None:
+    """The compiler of CPU kernels: in the fast tier one that takes less time, for processes that tests start, too.
+
+    Without a compiler every call may say so, which no test is about but those that take the compiler away.
+    """
+    found = native_kernels.compiler()
+    if found is None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
+    elif "not full" in config.getoption("markexpr"):
+        os.environ.setdefault("ZONAL_TESTED_CXX", found)  # workers inherit it
+        os.environ["CXX"] = str(Path(__file__).parent / "kernels" / "quick-c++")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting makes hardly any garbage, and looking for it takes a fifth of the time."""
+    """Collecting makes hardly any garbage, and looking for it takes a fifth of the time.
+
+    What it leaves is held to the end: it is not looked through again at each collection of garbage while tests run.
+    """
+    atexit.register(gc.unfreeze)  # triton's bindings report what the interpreter leaves when it ends
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -74,10 +74,9 @@ def prose(page: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages write files where nothing is lost, and prepare the novel once."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages write files where nothing is lost."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.mark.parametrize(
