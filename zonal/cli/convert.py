@@ -52,7 +52,7 @@ class Convert:
     budget: Annotated[str | None, shown("TIME", "default: none")] = None
     """Time for both stages of training, half of it each, such as 30m or 3h."""
     length: Annotated[int, Between(16, 1_000_000)] = 512
-    """Tokens of a window of text in training, one window a step."""
+    """Tokens of a window of text in training, one window a step. Most of attention transfer has windows of half."""
     transfer_steps: Annotated[int, STEPS] = 400
     """Steps of attention transfer, at most."""
     distil_steps: Annotated[int, STEPS] = 400

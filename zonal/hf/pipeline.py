@@ -24,6 +24,7 @@ _LENGTHS = (1024, 8192, 32768)
 _PREFILL = 1024
 _HARM_WINDOWS = 2
 _SAMPLE = 60
+_HALVED = 0.75  # the share of attention transfer on windows of half the length
 _TOLD = 200  # points of a curve that a record keeps, at most
 
 
@@ -118,7 +119,8 @@ class _Conversion:
         self._once("surroundings", lambda: surroundings(torch.device("cpu"), torch.get_num_threads()))
         before = self._once("before", lambda: self.measured(self.original, "the original"))
         everywhere = converted(self.original, settings.operator)
-        if not self.trained(Transfer(everywhere), self._stage(settings.transfer_steps, settings.transfer_rate)):
+        transfer = self._stage(settings.transfer_steps, settings.transfer_rate, _HALVED)
+        if not self.trained(Transfer(everywhere), transfer):
             return False
         few = self.text.held_out[:_HARM_WINDOWS]
         found = self._once("harms", lambda: harms(everywhere, few))
@@ -149,9 +151,9 @@ class _Conversion:
         say(f"Try: zonal generate --model {settings.out} --prompt '{settings.prompt}'")
         return True
 
-    def _stage(self, steps: int, rate: float) -> Stage:
+    def _stage(self, steps: int, rate: float, halved: float = 0.0) -> Stage:
         seconds = self.settings.seconds
-        return Stage(steps, rate, None if seconds is None else seconds / 2)
+        return Stage(steps, rate, None if seconds is None else seconds / 2, halved)
 
     def trained(self, task: Transfer | Distillation, stage: Stage) -> bool:
         """Train; False if it was stopped."""
