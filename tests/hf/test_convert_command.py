@@ -177,6 +177,21 @@ def test_a_rate_rises_and_falls_with_steps_or_time() -> None:
     assert stage.used(10, 25.0) == pytest.approx(0.5)
 
 
+def test_a_stage_may_begin_on_windows_of_half_the_length(folder: Path, tmp_path: Path) -> None:
+    model = distil.converted(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), "ska(power=1)")
+    task, lengths = distil.Transfer(model), []
+
+    def losses(tokens: torch.Tensor) -> dict[str, Any]:
+        lengths.append(tokens.shape[1])
+        return distil.Transfer.losses(task, tokens)
+
+    task.losses = losses
+    text = distil.Text.of([list(range(300)) * 5], 1, 32)
+    stage = distil.Stage(4, 1e-2, halved=0.75)
+    list(distil.learn(task, stage, text, length=32, seed=1, state=tmp_path / "state.safetensors"))
+    assert lengths == [16, 16, 16, 32]
+
+
 def test_questions_hold_their_answers() -> None:
 
     def count(text: str) -> int:
