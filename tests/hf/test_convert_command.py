@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(folder: Path, out: Path, *more: str) -> list[str]:
     return [
         "convert", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out),
-        "--operator", "hedgehog", "--length", "32", "--windows", "2", "--eval-length", "64",
-        "--questions", "1", "--transfer-steps", "30", "--distil-steps", "4", *more,
+        "--operator", "hedgehog", "--length", "64", "--transfer-rate", "2e-2", "--windows", "2", "--eval-length", "64",
+        "--questions", "1", "--transfer-steps", "60", "--distil-steps", "4", *more,
     ]  # fmt: skip
 
 
@@ -69,7 +69,8 @@ def test_a_model_is_converted_and_goes_on_elsewhere(
     assert isinstance(found.past_key_values, hf.MemoryCache)
     record = json.loads((out / "conversion.json").read_text())
     errors = [each["losses"]["error"] for each in record["transfer"]]
-    assert sum(errors[-5:]) < 0.95 * sum(errors[:5])
+    alike = errors[: len(errors) * 3 // 4]  # on windows of half the length
+    assert sum(alike[-5:]) < 0.95 * sum(alike[:5])
     assert len(record["chosen"]) == 2
     assert record["chosen"] == sorted(sorted(range(4), key=record["harms"].__getitem__)[:2])
     text = distil.Text.of([tokenizer((folder / "text.txt").read_text())["input_ids"]], 2, 64)
