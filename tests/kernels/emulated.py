@@ -71,6 +71,7 @@ class Recorder:
 
         def scratch(call: abi.Arguments, name: str, *given: Any, **named: Any) -> Tensor:
             made = new(call, name, *given, **named)
+            self.known[made.data_ptr()] = made
             if name == "call.sums":  # points as a set pads them
                 self.scratch.add(made.data_ptr())
             return made
