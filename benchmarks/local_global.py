@@ -2,9 +2,11 @@
 
 B = 1, H = 8, d = 64, causal, float32, a window of 64 keys, the first 4 keys exact, and a far kernel of 64 learned
 features. A whole sequence is compared with ``torch.nn.functional.scaled_dot_product_attention``, forward and with
-gradients of q, k, v and of what is learned; a decoder's step with one of softmax attention, which keeps every key.
+gradients of q, k, v and of what is learned; a decoder's step with one of softmax attention, which keeps every key. A
+step with the heads of a layer of SmolLM2-135M (9 of queries, 3 of keys) is compared with the same step by torch.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch.nn.functional as F
 import zonal
 from benchmarks import common
 from zonal import mechanisms
+from zonal.kernels.native import VARIABLE
 
 HEADS, DIM, WINDOW, FIRST, FEATURES = 8, 64, 64, 4, 64
 LENGTHS = (1024, 4096, 16384)
 STEPS = 16
+SMOL_HEADS, SMOL_KV_HEADS = 9, 3
 # past this a pair with gradients takes most of the time
 _LONGEST_WITH_GRADIENTS = 4096
 
@@ -79,6 +83,31 @@ def decoded(length: int, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compiled(length: int, device: torch.device) -> dict[str, Any]:
+    """A row: steps of a decoder after ``length`` tokens, by the compiled kernel against torch."""
+    sizes = SMOL_HEADS, SMOL_KV_HEADS, SMOL_KV_HEADS
+    made = mechanisms.local_global(WINDOW, f"hedgehog(size={FEATURES})", weight=0.02, first=FIRST)
+    subject = made.for_heads(SMOL_HEADS, SMOL_KV_HEADS, dim=DIM).to(device)
+    k, v = (torch.randn(1, SMOL_KV_HEADS, length, DIM, device=device) for _ in range(2))
+    steps = [[torch.randn(1, heads, 1, DIM, device=device) for heads in sizes] for _ in range(STEPS)]
+    memory = zonal.Memory.empty(subject, 1, SMOL_KV_HEADS, DIM, DIM, device=device).absorb(k, v)
+    decoders = memory.decoder(), memory.decoder()
+
+    def by_torch() -> object:
+        before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = "off"
+        try:
+            return [decoders[1].step(*step) for step in steps]
+        finally:
+            os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+
+    with torch.no_grad():
+        found = common.compare(
+            lambda: [decoders[0].step(*step) for step in steps], by_torch, device, pairs=21, budget=6.0
+        )
+    return {"kind": "step", "T": length, "steps": STEPS, "against_torch": found.to_dict()}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
     run = common.Run(common.parser(__doc__ or "", "local_global", by_machine=True).parse_args(argv))
@@ -90,6 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         for row in found:
             print(line(row), flush=True)
         rows += found
+    rows.append(compiled(LENGTHS[0], run.device))
+    print(line(rows[-1]), flush=True)
     settings = {
         "B": 1, "H": HEADS, "d": DIM, "window": WINDOW, "first": FIRST, "features": FEATURES, "dtype": "float32",
     }  # fmt: skip
@@ -102,6 +133,10 @@ def line(row: dict[str, Any]) -> str:
     if row["kind"] == "decode":
         ratio = common.ratio_text(row["against_softmax"])
         return f"T={row['T']} decode: {ratio} of softmax; {row['bytes']:,} bytes against {row['softmax_bytes']:,}"
+    if row["kind"] == "step":
+        step = row["against_torch"]["subject"]["median"] / row["steps"]
+        ratio = common.ratio_text(row["against_torch"])
+        return f"T={row['T']} step with {SMOL_HEADS} and {SMOL_KV_HEADS} heads: {1e6 * step:.0f} us, {ratio} of torch"
     kind = "forward+backward" if row["gradients"] else "forward"
     return f"T={row['T']} {kind}: {common.ratio_text(row['against_sdpa'])} of SDPA"
 

@@ -57,6 +57,7 @@ KINDS: dict[str, Callable[[], Operator]] = {
     "squared_affine-decay": lambda: m.squared_affine().replace(prior=prior.Decay((0.7, 0.9))),
     "slay": lambda: m.slay(scale="small"),
     "hedgehog": lambda: m.hedgehog(size=6),
+    "performer": lambda: m.performer(draws=7),
 }
 # (heads, key heads, key dim, value dim): grouped queries, odd sizes, and values that fill vectors
 SHAPES = {
@@ -188,6 +189,25 @@ def test_features_are_those_of_memories(degree: int, dim: int) -> None:
             x, x, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, size, 1), 0, torch.zeros(1, dtype=torch.int64)
         )
         assert torch.allclose(state.flatten(), features(x).flatten(), rtol=1e-6, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_step_that_loses_all_features_is_refused_and_changes_nothing(steps: list[int]) -> None:
+    """Exponentials of minus a squared length, in one head of one sequence."""
+    operator, (q, k, v) = m.performer(draws=7), [x.float() for x in draw((4, 2, 5, 6), 4)]
+    decoder = Memory.empty(operator, 2, 2, 5, 6).decoder()
+    decoder.step(*(x[:, :, :2] for x in (q, k, v)))
+    before = decoder.memory().state.clone()
+    lost = k[:, :, 2:3].clone()
+    lost[1, 1] *= 1e3
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="all features PositiveRandom of some vector are 0"):
+            decoder.step(q[:, :, 2:3], lost, v[:, :, 2:3])
+        assert decoder.count == 2
+        assert torch.equal(decoder.memory().state, before)
+    y = decoder.step(*(x[:, :, 2:] for x in (q, k, v)))
+    torch.testing.assert_close(y, zonal.attention(q, k, v, operator, causal=True, path="dense")[:, :, 2:])
+    assert steps == [2, 2]
 
 
 def test_a_long_chain_does_not_drift() -> None:

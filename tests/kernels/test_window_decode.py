@@ -84,9 +84,11 @@ def same(found: Memory, expected: Memory, tolerance: float = 2e-5) -> None:
     assert (found.state - expected.state).abs().max() <= tolerance * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("far", FARS)
+CASES = [(far, shape, torch.float32) for far in FARS for shape in SHAPES]
+CASES += [(far, "grouped", dtype) for far in FARS for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("far", "shape", "dtype"), CASES)
 def test_steps_equal_the_definition(
     far: str, shape: str, dtype: torch.dtype, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
