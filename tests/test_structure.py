@@ -37,6 +37,7 @@ FLOORS = {
     "typed": 1,
     "formula": 1,
     "torch_func": 1,
+    "tracing": 1,
     "device_memory": 1,
     "store": 1,
     "verdict": 1,

@@ -17,13 +17,22 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "sq-raw/decay-packed/float32", "linear/decay-memory/float32", "sq/level/bfloat16",
     ),
     "kernels/test_triton_ridge.py::test_kernel_equals_definition": (
-        "ska-1/odd/float32", "ska-2/memory/float32", "ska-2/packed/float32", "ska-1/short/bfloat16",
+        "ska-2/memory/float32", "ska-2/packed/float32", "ska-1/short/bfloat16",
     ),
     "kernels/test_triton_distance.py::test_kernel_equals_definition": (
-        "rewa-gates-dot/odd/float32", "rewa/padding/float32", "other-order/packed/float32", "rewa/decode/float32",
+        "rewa/padding/float32", "other-order/packed/float32", "rewa/decode/float32",
         "rewa-gates-dot/one/bfloat16",
     ),
+    "kernels/test_features.py::test_a_call_compiles_without_a_break": (
+        "slay-small-chunked", "performer-tiled", "hedgehog-chunked",
+    ),
     "kernels/test_sums_carried.py::test_rows_that_cancel_are_summed_directly": ("0.01-keys",),
+    "nn/test_decode_step.py::test_an_exported_step_decodes": (
+        "softmax", "local_global", "retention", "ska(fading=True)", "mamba3", "mixture",
+    ),
+    "nn/test_decode_step.py::test_a_compiled_step_is_one_graph": (
+        "squared_affine", "ska", "mamba2",
+    ),
     "nn/test_compiled_layers.py::test_a_layer_is_one_graph": (
         "softmax", "squared_affine", "mamba2",
     ),

@@ -109,12 +109,16 @@ def test_the_documented_link(tmp_path: Path) -> None:
     assert not [row["wrong"] for row in rows if row["wrong"] is not None]
 
 
-def test_package_imports_without_triton(tmp_path: Path) -> None:
-    """The planner, which knows the kernels' sizes, among it."""
+def test_package_imports_without_triton_and_torchs_compiler(tmp_path: Path) -> None:
+    """The planner, which knows the sizes of Triton kernels, among it."""
     modules = (
         "zonal.kernels.triton, zonal.kernels.distance, zonal.kernels.ridge, zonal.kernels.sums, zonal.execution.work"
     )
-    code = f"import sys; sys.modules['triton'] = None; import zonal, {modules}"
+    # the compiler of torch.compile takes as long to import as torch itself, and most processes have no use for it
+    code = (
+        f"import sys; sys.modules['triton'] = None; import zonal, zonal.cli.app, zonal.nn, {modules}; "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
     done = python("-c", code, interpret=False, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -356,8 +356,8 @@ def test_workers_without_ray_name_the_extra(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.filterwarnings("default")  # ray's own
 def test_ray_goes_the_same_way(whole, tmp_path):
-    pytest.importorskip("ray")
     Search(tmp_path, a_search()).run(workers=2, threads=1)
     assert timeless(tmp_path) == timeless(whole[0])

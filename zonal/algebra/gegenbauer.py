@@ -10,6 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from zonal.tracing import constant
+
 
 def _step(k: int, q: int) -> tuple[Fraction, Fraction]:
     """(a, b) with R_k = a x R_{k-1} - b R_{k-2}."""
@@ -33,7 +35,7 @@ def _monomials(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(v) for v in line) for line in rows)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _monomial_rows(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     return _monomials(degree, q)
 

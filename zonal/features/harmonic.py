@@ -13,6 +13,7 @@ from torch import Tensor
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import require
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+from zonal.tracing import constant
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Harmonics(FeatureMap):
         return torch.cat([row.expand(-1, size) for row, size in zip(a[:, :, 0], self.sizes(dim), strict=True)], -1)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
     return _made(k, dim, size)
 

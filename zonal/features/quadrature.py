@@ -17,6 +17,7 @@ from torch import Tensor
 from zonal.algebra.declaration import require, require_one_of
 from zonal.errors import ArgumentError
 from zonal.features.least_squares import levenberg_marquardt
+from zonal.tracing import constant
 
 Rule = Literal["laguerre", "minimax"]
 _MAX_LAGUERRE = 128
@@ -35,7 +36,7 @@ class Quadrature(NamedTuple):
     error: float
 
 
-@torch.compiler.assume_constant_result
+@constant
 def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = None) -> Quadrature:
     """The nodes s_r and log w_r of a rule with ``count`` nodes for the Yat kernel of ``eps``.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
+from zonal.tracing import constant
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _weights(dim: int, degree: int) -> tuple[float, ...]:
     return tuple(out)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _constant_weights(dim: int, degree: int) -> tuple[float, ...]:
     return _weights(dim, degree)
 

@@ -27,6 +27,7 @@ from zonal.formula import Formula
 from zonal.kernels import build as recipe
 from zonal.kernels import choice
 from zonal.kernels.build import BuildError, InstructionSet
+from zonal.tracing import constant
 
 VARIABLE = "ZONAL_KERNELS"
 LARGEST = 256
@@ -133,7 +134,7 @@ def missing(code: Formula, source: str) -> Reason:
     return None if found is None else f"the kernel could not be had ({found})"
 
 
-@torch.compiler.assume_constant_result
+@constant
 def compiler() -> str | None:
     """The C++ compiler named by the environment variable CXX, else g++, clang++ or c++; None when there is none."""
     return recipe.find(os.environ.get("CXX") or None)
@@ -207,7 +208,7 @@ def _carried(code: Formula, source: str, isa: InstructionSet) -> bool:
     return library is not None and recipe.good(library)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def carried(code: Formula, source: str = "tile") -> bool:
     """Whether a good library of a link came with the package for this processor. Looked for once in a process."""
     return any(_carried(code, source, isa) for isa in choice.usable(source)[0])

@@ -30,6 +30,7 @@ from torch import Tensor
 from zonal.algebra.anchor.base import ROW_GAUGE, Anchor, Blocks, Marginals, Potentials
 from zonal.algebra.declaration import Derived, Move, require, require_one_of, require_positive, require_whole
 from zonal.errors import ConvergenceError, NonFiniteError
+from zonal.tracing import untraced
 
 ABSENT = -1e30
 """The log mass of an excluded query or key. Its exponential is zero, and its sums with scores stay finite."""
@@ -237,7 +238,7 @@ class PlanAnchor(Anchor, abstract=True):
 
 # how often it goes round depends on numbers, which a tracer does not have
 _Iterated = Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials]
-_iterated: _Iterated = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
+_iterated: _Iterated = untraced(PlanAnchor._iterated)
 
 
 def _stepped(rule: Callable[[Tensor, Tensor], Step], met: Tensor, mass: Tensor) -> Step:

@@ -1,7 +1,5 @@
 """The keys that each query compares on the sparse path: those in its buckets of hash tables, and the nearest ones."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -10,6 +8,7 @@ from zonal.execution.call import Call
 from zonal.features import hashing
 from zonal.kernels import sparse as kernel
 from zonal.kernels.sparse import Candidates
+from zonal.tracing import untraced
 
 
 def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
@@ -31,7 +30,7 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     return places(asked, held, lo, hi, position, reach, seen.key_mask)
 
 
-candidates: Callable[[Call, LSH, bool], Candidates] = torch.compiler.disable(_candidates)  # type: ignore[assignment]
+candidates = untraced(_candidates)
 
 
 def places(

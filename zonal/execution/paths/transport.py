@@ -16,7 +16,6 @@ is the backward pass of row attention with one more number per value. No array h
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -40,6 +39,7 @@ from zonal.kernels.build import BuildError
 from zonal.kernels.native import LARGEST
 from zonal.kernels.tile import TileInputs, TileSpec, backward, forward
 from zonal.names import known_names
+from zonal.tracing import untraced
 
 # of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
 _UNSOLVED = 0.01
@@ -83,7 +83,7 @@ def _by_passes(call: Call, kernel: bool) -> Tensor:
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[[Call, bool], Tensor] = torch.compiler.disable(_by_passes)  # type: ignore[assignment]
+_iterated = untraced(_by_passes)
 
 
 def _code(call: Call) -> Formula:
