@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-aarch64 test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-transformers test-aarch64 test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -41,6 +41,10 @@ wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow 
 test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibration (compiling takes some minutes of all cores)
 	@$(BIN)/python -c "import torch, sys; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device and a CUDA build of torch; this is torch ' + torch.__version__)"
 	@$(BIN)/python -m pytest tests/kernels tests/execution tests/test_benchmarks.py -m gpu -q
+
+test-transformers: $(STAMP)  ## the generic tests of transformers on the models of zonal.hf; FOLDER=a checkout of its installed version
+	@$(BIN)/python -c "import parameterized" || { echo "make test-transformers: pip install parameterized first"; exit 1; }
+	@PYTHONPATH="$(FOLDER):$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rfs --rootdir "$(FOLDER)" -c "$(FOLDER)/pyproject.toml" tools/transformers_mixins.py
 
 mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must see (about half an hour of one core)
 	@$(BIN)/python tests/mutants/run.py --out results/mutants.json

@@ -30,6 +30,7 @@ from zonal.hf.modeling import (
     ZonalForSequenceClassification,
     ZonalModel,
 )
+from zonal.hf.refusal import Question, Refusal, RefuseUnknown, calibrate_refusal
 from zonal.hf.swap import convert, from_pretrained
 
 AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
@@ -44,6 +45,9 @@ __all__ = [
     "ContextMemory",
     "Document",
     "MemoryCache",
+    "Question",
+    "Refusal",
+    "RefuseUnknown",
     "ZonalCache",
     "ZonalConfig",
     "ZonalForCausalLM",
@@ -52,6 +56,7 @@ __all__ = [
     "ZonalForSequenceClassification",
     "ZonalModel",
     "ZonalVisionConfig",
+    "calibrate_refusal",
     "convert",
     "from_pretrained",
     "operators",

@@ -3,7 +3,7 @@ of transformers.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,7 +13,7 @@ from transformers import Cache
 from zonal.algebra import Operator
 from zonal.attention import attention
 from zonal.errors import ArgumentError
-from zonal.memory import Memory
+from zonal.memory import Criterion, Memory, Reading
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory
 from zonal.nn.memory import LayerDecoder, Past
@@ -26,10 +26,21 @@ class OperatorCache(Cache, abc.ABC):
 
     Each call of the model changes the cache in place; ``fork`` copies it. A cache that records
     (``activate_past_recording``) can give the newest tokens back (``crop``), which assisted generation needs.
+
+    Args:
+        memory: where to start: what the model has read. None: nothing.
+
+    Attributes:
+        report: layers, by index, whose memory says at each call what it knows of the queries of the call's tokens: with
+            a criterion, or True for the default one. None of them at first.
+        readings: what they said at the last call, by layer, each (B, H, T) (``zonal.memory.Reading``). The memory is
+            the one before the call, so that tokens of one call do not answer each other.
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
         super().__init__(layers=[])
+        self.report: Mapping[int, bool | Criterion] = {}
+        self.readings: dict[int, Reading] = {}
         self._pasts: list[Past] = [] if memory is None else [*memory.layers]
         self._origin = "" if memory is None else memory.origin
 
@@ -134,8 +145,6 @@ class ZonalCache(OperatorCache):
     A cache that records (``activate_past_recording``) can give tokens back (``crop``): it keeps the memories before
     each call, and the next call reads those tokens of the call again that were kept. Assisted generation uses this.
 
-    Args:
-        memory: where to start: what a model of this library has read. None: nothing.
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
@@ -174,9 +183,9 @@ class ZonalCache(OperatorCache):
             self._pasts = [past.decoder() if isinstance(past, LayerMemory) else past for past in self._pasts]
         return self._pasts, x, real
 
-    def end(self, pasts: Sequence[Past], tokens: int) -> None:
-        """Keep the pasts after ``tokens`` new tokens."""
-        self._pasts = list(pasts)
+    def end(self, pasts: Sequence[Past], tokens: int, readings: dict[int, Reading]) -> None:
+        """Keep the pasts after ``tokens`` new tokens, and the readings."""
+        self._pasts, self.readings = list(pasts), readings
         self._length += tokens
 
     def memory(self) -> ModelMemory:
@@ -253,9 +262,6 @@ class MemoryCache(OperatorCache):
     Its size does not grow with the text where the operators' memories are constant; a layer of softmax keeps its keys
     and values. ``generate`` makes one if the model was converted with cache="memory"; any other call takes one that you
     make: ``model(tokens, past_key_values=MemoryCache())``.
-
-    Args:
-        memory: where to start: what the model has read (``memory()`` of another cache). None: nothing.
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
@@ -302,6 +308,11 @@ class MemoryCache(OperatorCache):
                 f"MemoryCache: the cache holds {past.batch} sequences, and the call is of {len(q)}. Use a cache of "
                 "this batch."
             )
+        self.readings.pop(layer, None)
+        report = self.report.get(layer, False)
+        if report is not False:
+            with torch.no_grad():
+                self.readings[layer] = past.memory.read(q, report=report)
         if self._records is not None:
             past = past.value() if isinstance(past, LayerDecoder) else past
             self._records.setdefault(layer, []).append(_Tokens(past, k, v, real))

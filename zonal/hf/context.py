@@ -10,9 +10,10 @@ from torch import Tensor
 
 from zonal import store
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.hf.cache import MemoryCache, OperatorCache, ZonalCache
+from zonal.hf.cache import OperatorCache
 from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
+from zonal.hf.refusal import Question, Refusal, RefuseUnknown, calibrate_refusal, new_cache
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.nn.memory import load_memories
 
@@ -66,7 +67,7 @@ class ContextMemory:
         tokens = self._encoded(text)
         if not tokens.shape[1]:
             raise ArgumentError(f"ContextMemory.read: {name!r} has no tokens. Give a text with at least one.")
-        cache = self._cache()
+        cache = new_cache(self.model)
         self._read(tokens, cache)
         self._documents[name], self._tokens[name] = cache.memory(), tokens.shape[1]
         return self._document(name)
@@ -99,35 +100,64 @@ class ContextMemory:
         return found
 
     @torch.no_grad()
-    def ask(self, question: str, names: Iterable[str] | None = None, **options: Any) -> str:
-        """What the model says after the documents and the question.
+    def ask(
+        self, question: str, names: Iterable[str] | None = None, *, refuse: Refusal | None = None, **options: Any
+    ) -> str | None:
+        """What the model says after the documents and the question; None if the rule refuses the question.
 
         Args:
             question: text to continue, with what ends a document for the model, such as "\\n\\nQ: …\\nA:".
             names: the documents, in this order; None = all.
+            refuse: a rule from ``calibrate``: questions that the documents have no evidence for get no answer.
             options: of ``generate``, such as max_new_tokens and do_sample.
 
         Raises: ArgumentError as ``memory``, and for an empty question.
         """
-        cache = self._cache(self.memory(names))
+        cache = new_cache(self.model, self.memory(names))
         tokens = self._encoded(question)
         if not tokens.shape[1]:
             raise ArgumentError("ContextMemory.ask: the question has no tokens. Give a text with at least one.")
         read = cache.get_seq_length()
         # generate counts the tokens that the cache holds; which they are does not matter
         tokens = torch.cat([tokens.new_zeros(1, read), tokens], 1)
+        rules = [] if refuse is None else [RefuseUnknown(refuse, cache, self.tokenizer.eos_token_id)]
         made = self.model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache,
-            pad_token_id=self.tokenizer.eos_token_id, **options,
+            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, logits_processor=rules,
+            eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.eos_token_id, **options,
         )  # fmt: skip
+        if rules and bool(rules[0].refused):
+            return None
         return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
 
     def score(self, text: str, names: Iterable[str] | None = None) -> float:
         """log p of a text after documents, in nats, summed over its tokens but the first."""
         tokens = self._encoded(text)
-        logits = self._read(tokens, self._cache(self.memory(names)), keep=0)
+        logits = self._read(tokens, new_cache(self.model, self.memory(names)), keep=0)
         found = logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])
         return float(found.double().sum())
+
+    def calibrate(
+        self, answered: Iterable[str], unanswered: Iterable[str], names: Iterable[str] | None = None, rate: float = 0.05
+    ) -> Refusal:
+        """A rule for ``ask`` that refuses questions which the documents have no evidence for, and at most ``rate`` of
+        the others (``calibrate_refusal``).
+
+        Args:
+            answered, unanswered: questions to which the documents hold the answer, and to which they do not, as they
+                will be asked.
+            names: the documents; None = all.
+
+        Raises: ArgumentError as ``memory`` and ``calibrate_refusal``.
+        """
+        memory = self.memory(names)
+        examples = [(text, True) for text in answered] + [(text, False) for text in unanswered]
+        questions = (Question(memory.fork(), self._encoded(text), known) for text, known in examples)
+        training = self.model.training
+        self.model.eval()
+        try:
+            return calibrate_refusal(self.model, questions, rate)
+        finally:
+            self.model.train(training)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +193,7 @@ class ContextMemory:
         taken = [name for name, _, _ in entries if name in self._documents]
         if taken:
             raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
-        like = self._cache()  # says of which shape the memories of the layers are
+        like = new_cache(self.model)  # says of which shape the memories of the layers are
         self._read(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
         layers = like.memory().layers
         found = {name: ModelMemory(load_memories(source / file, layers)) for name, _, file in entries}
@@ -171,9 +201,6 @@ class ContextMemory:
         self._tokens |= {name: count for name, count, _ in entries}
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _cache(self, memory: ModelMemory | None = None) -> OperatorCache:
-        return ZonalCache(memory) if isinstance(self.model, ZonalForCausalLM) else MemoryCache(memory)
 
     def _encoded(self, text: str) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from zonal.errors import ArgumentError
 from zonal.hf.cache import ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.packing import document_offsets
+from zonal.memory import Criterion, Reading
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
@@ -152,10 +154,10 @@ class ZonalModel(ZonalPreTrainedModel):
             )
         if offsets is not None:
             cache = None
-            states, _ = self._blocks(x.flatten(0, 1)[None], {"cu_seqlens": offsets}, itertools.repeat(None))
+            states, *_ = self._blocks(x.flatten(0, 1)[None], {"cu_seqlens": offsets}, itertools.repeat(None))
             states = [state.view_as(x) for state in states]
         elif cache is None:
-            states, _ = self._blocks(x, {"key_padding_mask": real}, itertools.repeat(None))
+            states, *_ = self._blocks(x, {"key_padding_mask": real}, itertools.repeat(None))
         else:
             states = self._after(cache, x, real)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -192,18 +194,26 @@ class ZonalModel(ZonalPreTrainedModel):
         return None if bool(real.all()) else real
 
     def _blocks(
-        self, x: Tensor, masks: Mapping[str, Tensor | None], pasts: Iterable[Past | None]
-    ) -> tuple[list[Tensor], list[Past]]:
-        """The input of each block and the last hidden state; and where blocks continue from pasts, those after x."""
-        core, records, states, after = self.core, (x,), [], []
-        for block, past in zip(core.blocks.children(), pasts, strict=False):
+        self,
+        x: Tensor,
+        masks: Mapping[str, Tensor | None],
+        pasts: Iterable[Past | None],
+        report: Mapping[int, bool | Criterion] = MappingProxyType({}),
+    ) -> tuple[list[Tensor], list[Past], dict[int, Reading]]:
+        """The input of each block and the last hidden state; where blocks continue from pasts, those after x; and the
+        readings of the blocks of ``report``.
+        """
+        core, records, states, after, readings = self.core, (x,), [], [], {}
+        for index, (block, past) in enumerate(zip(core.blocks.children(), pasts, strict=False)):
             states.append(records[-1])
             # a tensor where there is one record: reentrant checkpoints see gradients of tensors only
-            read = block(records[0] if len(records) == 1 else records, past, **masks)
+            read = block(records[0] if len(records) == 1 else records, past, **masks, report=report.get(index, False))
             y, *kept = read if isinstance(read, tuple) else (read,)
             records = core.history.kept(records, y)
-            after += kept
-        return [*states, core.norm(core.history(records))], after
+            after += kept[:1]
+            if kept[1:]:
+                readings[index] = kept[1]
+        return [*states, core.norm(core.history(records))], after, readings
 
     def _after(self, cache: ZonalCache, x: Tensor, real: Tensor | None) -> list[Tensor]:
         """The states of x after what is in the cache, which then holds x as well."""
@@ -211,8 +221,8 @@ class ZonalModel(ZonalPreTrainedModel):
         assert isinstance(core, Decoder)
         empty = functools.partial(core.empty_memory, x.shape[0], x.dtype, x.device)
         pasts, x, real = cache.begin(x, real, len(core.blocks), empty)
-        states, after = self._blocks(x, {"key_padding_mask": real}, pasts)
-        cache.end(after, tokens)
+        states, after, readings = self._blocks(x, {"key_padding_mask": real}, pasts, cache.report)
+        cache.end(after, tokens, readings)
         return [state[:, -tokens:] for state in states]
 
 

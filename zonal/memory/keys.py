@@ -16,7 +16,6 @@ from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.inverse import with_ridge
-from zonal.memory.reading import no_evidence
 from zonal.memory.ridge import anchor_of
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
@@ -102,11 +101,36 @@ class KeyValues(Memory):
         return 0 if self.reach is None else max(0, self.end - self.begin - self.reach)
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        n, queries = self.end - self.begin, q.shape[2]
-        if n == 0:
+        if self.end == self.begin:
             return q.new_zeros(*q.shape[:3], self.form.value_dim)
-        whole = torch.zeros(queries, dtype=torch.int64)
-        return self.weighed(q, bound, Visibility(Intervals(whole + self.hidden, whole + n, whole, whole + n - 1), n))
+        return self.weighed(q, bound, self._at_the_end(q.shape[2]))
+
+    def _at_the_end(self, queries: int) -> Visibility:
+        """What queries see that stand at the last held token."""
+        n, whole = self.end - self.begin, torch.zeros(queries, dtype=torch.int64)
+        return Visibility(Intervals(whole + self.hidden, whole + n, whole, whole + n - 1), n)
+
+    def largest_weight(self, q: Tensor, bound: Bound) -> Tensor | None:
+        tags = self.operator.tags
+        if not (tags.positive and tags.normalises) or tags.solves:
+            return None
+        if self.end == self.begin:
+            return q.new_zeros(q.shape[:3])
+        weights, mask = self._weights(q, bound, self._at_the_end(q.shape[2])), self.tokens.mask
+        if self.reach is None:  # with a window the first key is one of the middle of the sequence
+            first = 0 if mask is None else mask.int().argmax(1).view(-1, 1, 1, 1)
+            places = torch.arange(weights.shape[3], device=weights.device)
+            weights = weights.masked_fill(places == first, 0)
+        return weights.amax(-1)
+
+    @property
+    def evidence_refusal(self) -> str | None:
+        tags = self.operator.tags
+        if tags.solves:
+            return "its past fades, which only sums (kind='fading') keep account of" if tags.decays else None
+        if tags.window:
+            return "its kernel depends on the distance of query and key, so that it is no measure of likeness"
+        return None if tags.positive else "K may be negative, so that it is no measure of likeness"
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         """In the features of the kernel, K(a, b) = <f(a), f(b)>, which must not be negative unless the anchor
@@ -145,14 +169,6 @@ class KeyValues(Memory):
         """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in
         log space, and those keys (B, H, S, D).
         """
-        if bound.anchor.solves and self.operator.tags.decays:
-            why = "its past fades, which only sums (kind='fading') keep account of"
-            raise no_evidence(self.kind, self.operator.name, why)
-        if bound.far is not None:
-            why = "its kernel depends on the distance of query and key, so that it is no measure of likeness"
-            raise no_evidence(self.kind, self.operator.name, why)
-        if not bound.anchor.solves and not self.operator.tags.positive:
-            raise no_evidence(self.kind, self.operator.name, "K may be negative, so that it is no measure of likeness")
         compute = torch.promote_types(home.dtype, self.tokens.k.dtype)
         k = self.tokens.silent().k[:, :, self.hidden :].to(compute).repeat_interleave(bound.groups, 1)
         home, coefficients = home.to(compute), bound.coefficients.to(compute)
@@ -181,9 +197,13 @@ class KeyValues(Memory):
 
     def weighed(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
         """y of prepared queries at given positions among the held tokens."""
+        return shared_product(self._weights(q, bound, seen), self.tokens.silent().v.to(q.dtype))
+
+    def _weights(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
+        """The weights (B, H, T, S) of prepared queries at given positions among the held tokens."""
         held = self.tokens.silent()
         seen = replace(seen, key_mask=held.mask)
-        k, v = held.k.to(q.dtype), held.v.to(q.dtype)
+        k = held.k.to(q.dtype)
         row = col = None
         solves = bound.anchor.solves  # its decays are no factors of the kernel
         if held.log_decay is not None and not solves:
@@ -195,7 +215,7 @@ class KeyValues(Memory):
         if bound.groups > 1 and (solves or bound.far is not None or not bound.score.bilinear):
             k = k.repeat_interleave(bound.groups, 1)
         bias, decay = Bias(row, col, bound.slopes), held.log_decay if solves else None
-        return shared_product(definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay), v)
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)

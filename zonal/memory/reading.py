@@ -20,7 +20,10 @@ class Reading(NamedTuple):
     evidence.
 
     residual: None where the answer cannot be held against anything. rate: the most of queries never stored that are
-    decided, as far as that is stated for a memory of so many tokens; else None.
+    decided, as far as that is stated for a memory of so many tokens; else None. weight (B, H, T): the largest weight
+    that a query gives to one stored key, without the first key of a sequence, to which trained models give what weight
+    they have to spare; None for memories that do not keep keys, and for weights that may be negative or do not sum
+    to 1. It decides no verdict.
     """
 
     values: Tensor
@@ -28,6 +31,7 @@ class Reading(NamedTuple):
     support: Tensor
     residual: Tensor | None
     rate: float | None
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,10 +72,12 @@ class Readable(Batched):
             if report is False:
                 return values
             criterion = Criterion() if report is True else report
+            self._check_evidence()
             with torch.no_grad():
                 verdict, evidence = self._judged(prepared, y, self._at_home(exact, bound), bound, criterion, claim)
+                weight = self.largest_weight(prepared, bound)
             stated = criterion.tokens is not None and self.count <= criterion.tokens
-            return Reading(values, verdict, *evidence, criterion.rate if stated else None)
+            return Reading(values, verdict, *evidence, criterion.rate if stated else None, weight)
 
     def support(self, q: Tensor) -> Tensor:
         """How much of each query, taken as a key, the stored keys span, (B, H, T) in [0, 1], from none of it to all.
@@ -85,6 +91,7 @@ class Readable(Batched):
         Raises: ArgumentError where a memory of this kind cannot know.
         """
         self._check_queries("support", q)
+        self._check_evidence()
         bound = self.operator.bind(q.shape[1], self.form.heads)
         with torch.autocast(q.device.type, enabled=False):
             return self.spanned(self._at_home(q.to(torch.promote_types(q.dtype, torch.float32)), bound), bound)
@@ -131,9 +138,19 @@ class Readable(Batched):
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         """``read`` of prepared queries (B, H, T, D), before the anchor's factor per head."""
 
+    @property
+    def evidence_refusal(self) -> str | None:
+        """Why this memory cannot say what it has seen (``support``, ``read(report=…)``); None = it can."""
+        return "it holds sums that have forgotten single keys"
+
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
-        """``support`` of queries. home (B, H, T, D): the same vectors prepared as keys."""
-        raise no_evidence(self.kind, self.operator.name, "it holds sums that have forgotten single keys")
+        """``support`` of queries, for a memory without an ``evidence_refusal``. home (B, H, T, D): the same vectors
+        prepared as keys."""
+        raise NotImplementedError
+
+    def largest_weight(self, q: Tensor, bound: Bound) -> Tensor | None:
+        """``Reading.weight`` of prepared queries."""
+        return None
 
     def differing(self, q: Tensor, home: Tensor, bound: Bound, y: Tensor, support: Tensor) -> Tensor | None:
         """The largest ``gap`` (B, H, T) between what the whole answers prepared queries and what those of its spans
@@ -177,6 +194,15 @@ class Readable(Batched):
         evidence = Evidence(self.spanned(home, bound), residual)
         return criterion.verdict(evidence), evidence
 
+    def _check_evidence(self) -> None:
+        why = self.evidence_refusal
+        if why is not None:
+            raise ArgumentError(
+                f"Memory.read: a memory of kind {self.kind!r} of operator {self.operator.name!r} has no evidence for a "
+                f"verdict: {why}. Read without report, keep keys and values (kind='keys') of a positive kernel, or use "
+                "an operator that solves, such as ridge."
+            )
+
     def _check_queries(self, call: str, q: Tensor) -> None:
         form = self.form
         if (
@@ -202,13 +228,4 @@ class Readable(Batched):
         return key.view(*q.shape[:3], key.shape[-1])
 
 
-def no_evidence(kind: str, operator: str, why: str) -> ArgumentError:
-    """The error of a memory that cannot say what it has seen."""
-    return ArgumentError(
-        f"Memory.read: a memory of kind {kind!r} of operator {operator!r} has no evidence for a verdict: {why}. "
-        "Read without report, keep keys and values (kind='keys') of a positive kernel, or use an operator that "
-        "solves, such as ridge."
-    )
-
-
-__all__ = ["Readable", "Reading", "no_evidence"]
+__all__ = ["Readable", "Reading"]

@@ -348,6 +348,10 @@ class GramStatistics(Summed):
         features = self.featured(q.to(self.gram))
         return read_out(features, bound, inverse, whole.shift, whole.cross, contracted).to(q.dtype)
 
+    @property
+    def evidence_refusal(self) -> str | None:
+        return None
+
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         whole, white = self.settled(), WhitenedFeatures.of(bound, self.form.key_dim)
         level = whole.ridge(bound)[..., 0]

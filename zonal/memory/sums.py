@@ -13,7 +13,6 @@ from zonal.features import SymmetricPowers, moments
 from zonal.memory import marks
 from zonal.memory.base import Form
 from zonal.memory.criterion import ratio
-from zonal.memory.reading import no_evidence
 from zonal.memory.refusals import served_by
 from zonal.memory.summed import Summed
 from zonal.memory.tokens import Tokens
@@ -143,15 +142,16 @@ class Sums(Summed):
         total = total_of(wide, self.settled().state, self.features, bound)
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
-    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
+    @property
+    def evidence_refusal(self) -> str | None:
         tags = self.operator.tags
-        if self.fades or not (tags.normalises and tags.positive):
-            why = "it keeps no sum of K over keys"
-            if self.fades:
-                why = "it holds sums that have forgotten single keys"
-            elif not tags.positive:
-                why = "K may be negative, and its sum over keys cancel"
-            raise no_evidence(self.kind, self.operator.name, why)
+        if self.fades:
+            return "it holds sums that have forgotten single keys"
+        if not tags.positive:
+            return "K may be negative, and its sum over keys cancel"
+        return None if tags.normalises else "it keeps no sum of K over keys"
+
+    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         home = home.to(torch.promote_types(home.dtype, self.form.statistics))
         q = bound.score.as_query(home, bound.score_params)
         mass = total_of(q, self.settled().state, self.features, bound)[..., -1]

@@ -2,13 +2,15 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
+from zonal.memory import Criterion, Reading
 from zonal.models import files
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import predict_rows
@@ -200,13 +202,37 @@ class CausalLM(LanguageModel):
 
         Raises: ArgumentError if tokens or the memory do not fit the model.
         """
-        if len(memory.layers) != len(self.blocks):
-            raise ArgumentError(
-                f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. "
-                "Make it with empty_memory()."
-            )
+        self._check_layers("step", memory)
         logits, after = self._read_on(tokens, memory.layers, key_padding_mask, path, last_only=last_only)
         return logits, ModelMemory(after, memory.origin)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step_with_report(
+        self,
+        tokens: Tensor,
+        memory: ModelMemory,
+        report: Mapping[int, bool | Criterion],
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ModelMemory, dict[int, Reading]]:
+        """``step``, and what the memory before the tokens says of their queries.
+
+        Args:
+            report: layers, by index, each with a criterion or True for the default one.
+            tokens, memory, key_padding_mask: as in ``step``.
+
+        Returns: logits (B, T, V), the memory after the tokens, and the readings by layer (``Memory.read``), (B, H, T).
+
+        Raises: ArgumentError if tokens or the memory do not fit the model, or a layer has no evidence.
+        """
+        self._check_layers("step_with_report", memory)
+        if not set(report) <= set(range(len(self.blocks))):
+            raise ArgumentError(
+                f"CausalLM.step_with_report: report names layers, 0 to {len(self.blocks) - 1}, received "
+                f"{sorted(report)}."
+            )
+        hidden, after, readings = self._read(tokens, memory.layers, key_padding_mask, "auto", report)
+        return self._logits(self.norm(hidden)), ModelMemory(after, memory.origin), readings  # type: ignore[arg-type]
 
     def decoder(self, memory: ModelMemory) -> ModelDecoder:
         """A decoder that continues from a memory, token by token and in place: ``logits = decoder.step(tokens)``.
@@ -224,7 +250,7 @@ class CausalLM(LanguageModel):
         last_only: bool,
     ) -> tuple[Tensor, tuple[Past, ...]]:
         """Logits after the past of each layer, and the new pasts."""
-        hidden, after = self._read(tokens, before, key_padding_mask, path)
+        hidden, after, _ = self._read(tokens, before, key_padding_mask, path)
         return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
 
     def prefill(
@@ -454,17 +480,26 @@ class CausalLM(LanguageModel):
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _read(
-        self, tokens: Tensor, layers: Sequence[Past], mask: Tensor | None, path: str
-    ) -> tuple[Tensor, tuple[Past, ...]]:
-        """The input of the last norm after the past of each layer, and the new pasts."""
+        self,
+        tokens: Tensor,
+        layers: Sequence[Past],
+        mask: Tensor | None,
+        path: str,
+        report: Mapping[int, bool | Criterion] = MappingProxyType({}),
+    ) -> tuple[Tensor, tuple[Past, ...], dict[int, Reading]]:
+        """The input of the last norm after the past of each layer, the new pasts, and the readings of ``report``."""
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens)
-        after = []
-        for block, before in zip(self.blocks, layers, strict=True):
-            x, layer = block(records, before, key_padding_mask=mask, path=path, action_mask=stored)
+        after, readings = [], {}
+        for index, (block, before) in enumerate(zip(self.blocks, layers, strict=True)):
+            x, layer, *reading = block(
+                records, before, key_padding_mask=mask, path=path, action_mask=stored, report=report.get(index, False)
+            )
+            if reading:
+                readings[index] = reading[0]
             records = self.history.kept(records, x)
             after.append(layer)
-        return self.history(records), tuple(after)
+        return self.history(records), tuple(after), readings
 
     def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
         """Which tokens memories take in, bool (B, T); None = all."""
@@ -477,9 +512,16 @@ class CausalLM(LanguageModel):
         layers, found = self.empty_memory(tokens.shape[0]).layers, []
         for begin in range(0, tokens.shape[1], piece):
             part = slice(begin, begin + piece)
-            hidden, layers = self._read(tokens[:, part], layers, None if mask is None else mask[:, part], path)
+            hidden, layers, _ = self._read(tokens[:, part], layers, None if mask is None else mask[:, part], path)
             found.append(self.norm(hidden))
         return torch.cat(found, dim=1)
+
+    def _check_layers(self, call: str, memory: ModelMemory) -> None:
+        if len(memory.layers) != len(self.blocks):
+            raise ArgumentError(
+                f"CausalLM.{call}: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. "
+                "Make it with empty_memory()."
+            )
 
     def _check_ends(self, call: str, key_padding_mask: Tensor | None) -> None:
         if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):

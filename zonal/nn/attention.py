@@ -16,7 +16,7 @@ from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
-from zonal.memory import KeyValues, Memory
+from zonal.memory import Criterion, KeyValues, Memory, Reading
 from zonal.memory.weights import weighed
 from zonal.nn import crossing
 from zonal.nn.convolution import ShortConvolution
@@ -394,6 +394,12 @@ class Attention(TokenMixer):
                 f"the layer was made with context_dim={self.context_dim}: it reads a context, and keeps no memory of "
                 "x. Call layer(x, context=c), or layer(x, context=layer.context_memory(c))."
             )
+
+    @torch.no_grad()
+    def _report(self, x: Tensor, inputs: Inputs, report: Criterion) -> Reading:
+        if inputs.before is None:
+            raise self._refused("report judges queries by a memory. Pass memory, or return_memory=True.")
+        return inputs.before.memory.read(self._projected(x, inputs)[0], report=report)
 
     def _check_mass(self, x: Tensor, mass: Tensor, inputs: Inputs) -> None:
         """Raise ArgumentError for masses that this layer cannot use."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.errors import unknown_name
+from zonal.memory import Criterion, Reading
 from zonal.names import known_names
 from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
@@ -104,16 +105,17 @@ class Block(nn.Module):
         path: str = "auto",
         mass: Tensor | None = None,
         action_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Past]:
+        report: bool | Criterion = False,
+    ) -> Tensor | tuple[Tensor, Past] | tuple[Tensor, Past, Reading]:
         """Apply the block.
 
         Args:
             x: (B, T, dim), or a tuple of all records so far.
             action_mask: bool (B, T). A ridge or Koopman read-out reads a token with False but does not store it. Other
                 mixers ignore it.
-            memory, return_memory, key_padding_mask, cu_seqlens, path, mass: as in ``TokenMixer.forward``.
+            memory, return_memory, key_padding_mask, cu_seqlens, path, mass, report: as in ``TokenMixer.forward``.
 
-        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
+        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for, or (y, memory, reading).
 
         Raises:
             ArgumentError: shapes do not fit, or mass is given to a mixer other than ``Attention``.
@@ -127,6 +129,7 @@ class Block(nn.Module):
             path=path,
             action_mask=None if action_mask is None or not self.attention.chooses else action_mask,
             mass=mass,
+            report=report,
         )
         result = self.mixing(call)(x)
         y, *after = result if isinstance(result, tuple) else (result,)

@@ -13,7 +13,7 @@ from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay, relation
 from zonal.attention import attention
 from zonal.errors import ArgumentError
-from zonal.memory import Decoder, Memory
+from zonal.memory import Criterion, Decoder, Memory, Reading
 from zonal.names import known_names
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
@@ -107,6 +107,10 @@ class TokenMixer(nn.Module, abc.ABC):
             "out, or add a layer of Attention that reads it."
         )
 
+    def _report(self, x: Tensor, inputs: Inputs, report: Criterion) -> Reading:
+        """What the memory before checked x says of the queries of x."""
+        raise self._refused("report (verdicts) is for layers of Attention, whose memories hold keys. Leave it out.")
+
     def empty_memory(
         self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LayerMemory:
@@ -128,7 +132,8 @@ class TokenMixer(nn.Module, abc.ABC):
         mass: Tensor | None = None,
         context: Tensor | Memory | None = None,
         context_padding_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Past]:
+        report: bool | Criterion = False,
+    ) -> Tensor | tuple[Tensor, Past] | tuple[Tensor, Past, Reading]:
         """Apply the layer.
 
         Args:
@@ -146,18 +151,21 @@ class TokenMixer(nn.Module, abc.ABC):
                 by every token of x; or the memory of ``Attention.context_memory``. Only for layers of ``Attention``.
             context_padding_mask: bool (B, S), True for a real token of the context.
 
-        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for.
+            report: with a criterion (True: the default one), also return what the memory before x says of the queries
+                of x (``Memory.read``). Only for layers of ``Attention``, with a memory that has evidence.
+
+        Returns: y (B, T, dim), or (y, memory) if a memory is given or asked for, or (y, memory, reading).
 
         Raises:
             ArgumentError: shapes, masks or the memory do not fit the layer, or it has no use for an argument.
         """
         if context is not None or context_padding_mask is not None:
             others = (memory, cu_seqlens, action_mask, mass)
-            if context is None or return_memory or any(other is not None for other in others):
+            if context is None or return_memory or report is not False or any(other is not None for other in others):
                 raise self._refused(
                     "context_padding_mask comes with a context, and beside these two a call takes key_padding_mask "
                     "(of x) and path. The layer keeps nothing of x: leave memory, return_memory, cu_seqlens, "
-                    "action_mask and mass out."
+                    "action_mask, mass and report out."
                 )
             self._before(x, None, False, key_padding_mask, None)
             x = x if key_padding_mask is None else real(x, key_padding_mask)
@@ -167,8 +175,12 @@ class TokenMixer(nn.Module, abc.ABC):
         if action_mask is not None or mass is not None:
             self._check_uses(action_mask, mass)
         x = x if key_padding_mask is None else real(x, key_padding_mask)
-        y, after = self._mix(x, Inputs(before, key_padding_mask, cu_seqlens, path, action_mask, mass))
-        return y if after is None else (y, after)
+        inputs = Inputs(before, key_padding_mask, cu_seqlens, path, action_mask, mass)
+        reading = None if report is False else self._report(x, inputs, Criterion() if report is True else report)
+        y, after = self._mix(x, inputs)
+        if after is None:
+            return y
+        return (y, after) if reading is None else (y, after, reading)
 
     def reads(self, tokens: int) -> Tensor:
         """The inputs on which each output may depend, bool (T, T), for ``tokens`` real tokens of one document. This is
