@@ -52,7 +52,8 @@ def local_global(
     "squared_affine", "polynomial_square(degree=4, d_qk=8)", "hedgehog(size=128)" (learned positive features of queries
     and of keys), "performer", "slay" or "linear". It sees queries and keys divided by D^(1/4).
     weight: initial value of the factor g of the far kernel; learn_weight: learn one factor per head. To convert a
-    trained model start it small, such as 0.02, and train the far features on the outputs of the model's attention.
+    trained model take far="hedgehog(size=128, activation='exp', init_scale=0.25)", start the weight small, such as
+    0.002, and train both on the outputs of the model's attention.
     first: how many of the first keys of a sequence count as in the window for all queries. Trained models often attend
     strongly to the first tokens, whatever they are. scale: s, None = D^-1/2. d_qk: size of queries and keys in a layer.
 
