@@ -30,7 +30,17 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found - wanted).abs().max() <= 5e-5 * wanted.abs().max())
 
 
-@pytest.mark.parametrize("operator", ["squared_affine", "softmax", "ska(power=1)", "retention", "sko"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "squared_affine",
+        "softmax",
+        "ska(power=1)",
+        "retention",
+        "sko",
+        "local_global(window=4, far='hedgehog(size=6)', first=2)",
+    ],
+)
 @torch.no_grad()
 def test_a_text_in_pieces_says_what_it_says_in_one(operator: str) -> None:
     model, tokens = llama(operator), drawn(2, 23)

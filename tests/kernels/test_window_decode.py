@@ -88,7 +88,7 @@ CASES = [(far, shape, torch.float32) for far in FARS for shape in SHAPES]
 CASES += [(far, "grouped", dtype) for far in FARS for dtype in (torch.bfloat16, torch.float16)]
 
 
-@pytest.mark.parametrize(("far", "shape", "dtype"), CASES)
+@pytest.mark.parametrize(("far", "shape", "dtype"), CASES, ids=str)
 def test_steps_equal_the_definition(
     far: str, shape: str, dtype: torch.dtype, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

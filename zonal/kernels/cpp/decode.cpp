@@ -16,7 +16,7 @@ namespace {
 
 constexpr int SUMS = 8;            // of 16 registers, beside the values and what is at hand
 constexpr int64_t STRIP = 4096;    // numbers of the state in one strip
-constexpr int64_t TEAM = 1 << 16;  // numbers of the state from which on to wake the other threads is worth it
+constexpr int64_t TEAM = 1 << 16;  // numbers of states and windows from which on other threads are worth waking
 
 }  // namespace
 
@@ -514,7 +514,8 @@ int run(const Decoder& c, const Step& step) {
     if (failed) return failed;
     if (!good) return LOST;
   }
-  const int failed = each_short_task<Scratch>(tasks, tasks * c.F * c.P * step.T > TEAM, [&](int64_t i, Scratch& own) {
+  const bool team = tasks * (c.F + c.window) * c.P * step.T > TEAM;
+  const int failed = each_short_task<Scratch>(tasks, team, [&](int64_t i, Scratch& own) {
     const float* own_made = made == nullptr ? nullptr : made + i * each;
     (step.keep ? head<T, true> : head<T, false>)(c, step, i, own_made, own);
   });
