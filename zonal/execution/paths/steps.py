@@ -3,6 +3,7 @@
 Sums over features are passed over once a step, also those before a window; a step of ridge statistics takes O(r^2).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -24,7 +25,7 @@ from zonal.kernels.abi import empty
 from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
 from zonal.kernels.decode import DecodeSpec, Maps, Window, WindowSpec
-from zonal.kernels.native import Reason
+from zonal.kernels.native import Family, Reason
 from zonal.kernels.op import plain
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
@@ -49,18 +50,21 @@ _FEW = 64
 
 def sums_refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the place of the kernel of sums, or None."""
-    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "features", "decayed"))
+    return _refusal(SUMS, call, kind, ("features", "decayed"), tile.other_anchor)
 
 
 def window_refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the place of the kernel of a window and sums, or None."""
-    return SUMS.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit_window(call, kind))
+    return _refusal(SUMS, call, kind, ("windowed",), _other_kernels)
 
 
-def _unfit_window(call: Call, kind: str) -> Reason:
-    reason = _unfit(call, kind, "windowed")
-    if reason is not None:
-        return reason
+def ridge_refusal(call: Call, kind: str) -> Reason:
+    """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
+    return _refusal(RIDGE, call, kind, ("ridge", "fading"), other_ridge)
+
+
+def _other_kernels(call: Call) -> Reason:
+    """The refusal of other kernels in a window and before it than those that the kernel computes."""
     bound, far, scale = call.bound, far_of(call.bound).bound, None if call.raw is None else call.raw.scale
     fused = bound.score.fused(call.head_dim, bound.score_params, scale)
     if fused is None or fused.normalise or tile.code_of(bound.link) != FORMULAS["exp"]:
@@ -70,21 +74,19 @@ def _unfit_window(call: Call, kind: str) -> Reason:
     return None
 
 
-def ridge_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
-    return RIDGE.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, "ridge", "fading"))
+def _refusal(family: Family, call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
+    """The refusal of a family that takes memories of these kinds. other: of operators."""
+    return family.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, kinds, other))
 
 
-def _unfit(call: Call, kind: str, *wanted: str) -> Reason:
+def _unfit(call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     if torch.compiler.is_compiling() or torch_func.active():
         return "a call that is traced or transformed needs operations of torch"
-    if kind not in wanted:
+    if kind not in kinds:
         return f"a memory of kind {kind!r} is not in it"
-    other = None
-    if kind != "windowed":
-        other = other_ridge(call) if kind in ("ridge", "fading") else tile.other_anchor(call)
-    if other:
-        return other
+    reason = other(call)
+    if reason is not None:
+        return reason
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
     if call.key_bias is not None or call.visibility.key_mask is not None or call.visibility.packed:
@@ -122,13 +124,13 @@ def _weights(bound: Bound, dim: int) -> Tensor:
     """The link's coefficient of each feature's power, (H or 1, features). dim: of prepared vectors."""
     features = feature_map(bound.link)
     assert features is not None
-    trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
+    trivial = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu").view(2, 1, 1, 1)
     monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
     return features.scale(monomials.float(), dim)
 
 
 def _by_head(x: Tensor | float, heads: int) -> Tensor:
-    return (x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float32)).float().expand(heads)
+    return (x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float32, device="cpu")).float().expand(heads)
 
 
 class Numbers:
