@@ -8,6 +8,7 @@ from zonal.attention import attention
 from zonal.execution.decoder import StepDecoder  # noqa: F401 (what Memory.decoder makes)
 from zonal.execution.explain import Plan, explain, plan
 from zonal.execution.paths.transport import potentials
+from zonal.kernels.native import portable
 from zonal.memory import Decoder, Memory
 from zonal.theory import carrier, influence, oset, probe, update
 
@@ -36,6 +37,7 @@ __all__ = [
     "nn",
     "oset",
     "plan",
+    "portable",
     "potentials",
     "prior",
     "probe",

@@ -301,13 +301,13 @@ def test_generation_is_lazy_and_checks_at_the_call():
 def test_generation_reads_the_prompt_once_then_single_tokens(monkeypatch):
     model = make()
     lengths = []
-    original = CausalLM._read_on
+    original = CausalLM.read_on
 
     def spy(self, tokens, *before, **options):
         lengths.append(tokens.shape[1])
         return original(self, tokens, *before, **options)
 
-    monkeypatch.setattr(CausalLM, "_read_on", spy)
+    monkeypatch.setattr(CausalLM, "read_on", spy)
     list(model.generate(text(2, 9), 4, seed=0))
     assert lengths == [9, 1, 1, 1]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import require
@@ -82,9 +83,9 @@ def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
 def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Points (2 N_k, d) in general position, and V Λ^(-1/2) (2 N_k, N_k), float64.
 
-    Twice as many points as needed give a good condition number.
+    Twice as many points as needed give a good condition number. They are numbers also within a trace of torch.export.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         points = Source(0, dim, 1, None).units(f"harmonics {k}", 2 * size)[0]
         values, vectors = torch.linalg.eigh(gegenbauer.basis(points @ points.mT, k + 1, dim - 1)[k])
         return points, vectors[:, -size:] * values[-size:].rsqrt()

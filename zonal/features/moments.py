@@ -48,7 +48,11 @@ class _Moments(torch.autograd.Function):
 
 def moments(k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
     """sum_s phi(k_s) v_s^T: k (…, S, d), v (…, S, P) -> (…, m, P). Differentiable once; backward recomputes phi."""
-    return k.mT @ v if features.trivial else _Moments.apply(k, v, features)
+    if features.trivial:
+        return k.mT @ v
+    if torch.compiler.is_exporting():  # a loop over pieces would fix the number of keys of a program
+        return features.write(k).mT @ v
+    return _Moments.apply(k, v, features)
 
 
 __all__ = ["FEATURE_ELEMENTS", "moments", "rows_at_once"]

@@ -147,13 +147,20 @@ def _minimum(coefficients: tuple[float, ...], anywhere: bool) -> float:
     return float(min(p(x) for x in [*turning, -1.0, 1.0]))
 
 
-@functools.lru_cache(maxsize=64)
 def _spread(coefficients: tuple[float, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Each coefficient repeated over the features of its power."""
-    sizes = [math.comb(dim + k - 1, k) for k, c in enumerate(coefficients) if c != 0]
-    values = torch.tensor([c for c in coefficients if c != 0], dtype=torch.float64)
+    if torch.compiler.is_compiling():  # a tensor of a trace must not be kept
+        return _spread_from(coefficients, dim, dtype, device)
+    return _kept_spread(coefficients, dim, dtype, device)
+
+
+def _spread_from(coefficients: tuple[float, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    spread = [c for k, c in enumerate(coefficients) if c != 0 for _ in range(math.comb(dim + k - 1, k))]
     with torch.inference_mode(False):  # kept for later calls, which may record a graph
-        return values.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, dtype)
+        return torch.tensor(spread, dtype=torch.float64).to(device, dtype)
+
+
+_kept_spread = functools.lru_cache(maxsize=64)(_spread_from)
 
 
 __all__ = ["Polynomial", "square", "taylor_exp"]

@@ -14,7 +14,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,15 +87,37 @@ class Family:
         return missing(self._of(code), self.source)
 
 
+_portable: ContextVar[bool] = ContextVar("portable", default=False)
+
+
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """Within this context torch runs in the place of all compiled kernels, as with ``ZONAL_KERNELS=off``.
+
+    A program that is exported within it has only operators of torch, and runs without this library. What
+    ``torch.compile`` has traced before keeps its kernels.
+    """
+    token = _portable.set(True)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot read a ContextVar
+def _portably() -> bool:
+    return _portable.get()
+
+
 def switched_off() -> bool:
-    """Whether the environment asks for torch in the place of all compiled kernels."""
-    return os.environ.get(VARIABLE) == "off"
+    """Whether torch is asked for in the place of all compiled kernels."""
+    return _portably() or os.environ.get(VARIABLE) == "off"
 
 
 def unfit(device: str, dtype: torch.dtype, devices: Sequence[str] = ("cpu", "cuda", "meta")) -> Reason:
     """Why no kernel runs on this device and dtype, or None."""
     if switched_off():
-        return f"the environment says {VARIABLE}=off"
+        return "zonal.portable() asks for torch" if _portably() else f"the environment says {VARIABLE}=off"
     if device not in devices:
         return f"there is no kernel for device {device!r}"
     return "the kernel is for float32 and shorter, the call is in float64" if dtype == torch.float64 else None

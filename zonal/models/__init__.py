@@ -8,6 +8,7 @@ from zonal.models.config import ModelConfig
 from zonal.models.convert import mamba2_from_transformers
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.encoder import Encoder, VisionConfig, VisionEncoder
+from zonal.models.export import ModelPrefill, ModelStep, Programs, export
 from zonal.models.layers import layer_list
 from zonal.models.memory import ModelMemory
 from zonal.models.presets import preset
@@ -15,7 +16,7 @@ from zonal.models.sampling import Sampler
 from zonal.models.text_encoder import TextEncoder
 
 __all__ = [
-    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "TextEncoder",
-    "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "layer_list",
-    "mamba2_from_transformers", "preset",
+    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "ModelPrefill", "ModelStep", "Predictions",
+    "Programs", "Sampler", "TextEncoder", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "export",
+    "layer_list", "mamba2_from_transformers", "preset",
 ]  # fmt: skip

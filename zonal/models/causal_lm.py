@@ -203,7 +203,7 @@ class CausalLM(LanguageModel):
         Raises: ArgumentError if tokens or the memory do not fit the model.
         """
         self._check_layers("step", memory)
-        logits, after = self._read_on(tokens, memory.layers, key_padding_mask, path, last_only=last_only)
+        logits, after = self.read_on(tokens, memory.layers, key_padding_mask, path, last_only=last_only)
         return logits, ModelMemory(after, memory.origin)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -238,9 +238,9 @@ class CausalLM(LanguageModel):
         """A decoder that continues from a memory, token by token and in place: ``logits = decoder.step(tokens)``.
         ``decoder.memory()`` returns the memory after the steps. The given memory is not changed.
         """
-        return ModelDecoder(self._read_on, memory)
+        return ModelDecoder(self.read_on, memory)
 
-    def _read_on(
+    def read_on(
         self,
         tokens: Tensor,
         before: Sequence[Past],

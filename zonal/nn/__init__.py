@@ -22,12 +22,12 @@ from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import RopeScaling, Rotary
 from zonal.nn.stage import DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
-from zonal.nn.step import DecodeStep
+from zonal.nn.step import DecodeStep, Prefill
 from zonal.nn.topology import deaths
 
 __all__ = [
     "Attention", "Block", "CGLift", "DecodeStep", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm",
-    "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
-    "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual",
-    "RopeScaling", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3", "MergeSchedule", "Merged", "MesaNet",
+    "Mixture", "MixtureOfExperts", "PostNorm", "Prefill", "RMSNorm", "Records", "Residual", "RopeScaling", "Rotary",
+    "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

@@ -253,7 +253,8 @@ class TokenMixer(nn.Module, abc.ABC):
             raise self._refused(
                 "the memory comes from another kind of layer. Make it with this layer's empty_memory()."
             )
-        if memory.operator is not in_use(self.operator):
+        # torch.export hands out proxies of modules, which are not the modules
+        if memory.operator is not in_use(self.operator) and not torch.compiler.is_exporting():
             raise self._refused(
                 "the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it "
                 "with load_memory()."

@@ -237,9 +237,12 @@ class Rotary(nn.Module):
             if positions.dim() == 2:  # (B, T, d/2): one axis for the heads
                 angles = angles[:, None]
             return self._turns(angles, dtype)
-        key = (positions, x.shape[-2], x.device, dtype)
+        length = x.shape[-2]
+        if torch.compiler.is_compiling():  # a graph has tables of its own, for any length
+            return self._turns(self.angles(torch.arange(length, device=x.device) + positions), dtype)
+        key = (positions, length, x.device, dtype)
         if self._table is None or self._table[0] != key:
-            angles = self.angles(torch.arange(positions, positions + x.shape[-2], device=x.device))
+            angles = self.angles(torch.arange(positions, positions + length, device=x.device))
             self._table = (key, *self._turns(angles, dtype))
         return self._table[1], self._table[2]
 

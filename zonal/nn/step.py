@@ -1,4 +1,4 @@
-"""A decoding step as a function of tensors, which ``torch.compile`` and ``torch.export`` trace."""
+"""Reading a prompt and decoding as functions of tensors, which ``torch.export`` and ``torch.compile`` trace."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -69,11 +69,15 @@ class DecodeStep(nn.Module):
     def state(self, memory: LayerMemory) -> State:
         """The tensors of a memory of the layer, for any number of sequences."""
         _check(self.layer, memory)
-        return _tensors(memory)
+        return tensors_of(memory)
 
     def memory(self, state: State) -> LayerMemory:
         """The memory of a state. Its count leaves out padding that all sequences have."""
         return _repositioned(_memory(state, self._kind, None))
+
+    def past(self, state: State) -> LayerMemory:
+        """The memory of a state for ``layer(x, past)`` in a traced function. It does not know its number of tokens."""
+        return _memory(state, self._kind, 1)
 
     def dynamic_shapes(self, state: State) -> tuple[None, dict[str, Any]]:
         """The ``dynamic_shapes`` argument of ``torch.export.export`` for (x, state): two kept tokens or more."""
@@ -91,14 +95,55 @@ class DecodeStep(nn.Module):
         Raises:
             ArgumentError: the state does not hold the tensors of the memory.
         """
-        y, memory = self.layer(x, _memory(state, self._kind, 1), path="streaming")
-        after = _tensors(memory)
+        y, memory = self.layer(x, self.past(state), path="streaming")
+        after = tensors_of(memory)
         if after.keys() != state.keys():
             raise ArgumentError(
                 f"nn.DecodeStep: the state must hold {', '.join(sorted(after))}; received {', '.join(sorted(state))}. "
                 "Make it with state(memory), of a memory that has read at least one token."
             )
         return y, after
+
+
+class Prefill(nn.Module):
+    """The first tokens of a layer as a function of tensors, x -> (y, state), for any number of tokens.
+
+    It computes ``layer(x, return_memory=True)`` in torch on the dense path, in time and memory quadratic in the number
+    of tokens. The state is what ``DecodeStep`` continues from:
+
+        prefill = nn.Prefill(layer)
+        length = torch.export.Dim("tokens", min=3)
+        with zonal.portable():
+            program = torch.export.export(prefill, (x,), dynamic_shapes=({1: length},))
+        y, state = program.module()(x)
+
+    Args:
+        layer: a causal layer.
+
+    Raises:
+        ArgumentError: the layer has no memory, or one that waits for whole chunks.
+    """
+
+    def __init__(self, layer: TokenMixer) -> None:
+        super().__init__()
+        if not layer.causal:
+            raise ArgumentError(
+                "nn.Prefill: a causal layer is required, because others have no memory. Export the layer itself."
+            )
+        _check(layer, layer.empty_memory(1))
+        self.layer = layer
+
+    def empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> LayerMemory:
+        """The memory before the first token, for ``layer(x, memory, path="dense")`` in a traced function. One with a
+        window has its size from the start, and missing tokens are masked.
+        """
+        memory = self.layer.empty_memory(batch, dtype, device)
+        return _memory(tensors_of(memory), _Kind.of(memory), 0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, State]:
+        """x (B, T, dim) -> y (B, T, dim) and the state after it. Tracing fixes B."""
+        y, memory = self.layer(x, self.empty(x.shape[0], x.dtype, x.device), path="dense")
+        return y, tensors_of(memory)
 
 
 def _check(layer: TokenMixer, memory: LayerMemory) -> None:
@@ -119,7 +164,8 @@ def _check(layer: TokenMixer, memory: LayerMemory) -> None:
             )
 
 
-def _tensors(layer: LayerMemory) -> State:
+def tensors_of(layer: LayerMemory) -> State:
+    """The tensors of a memory of a layer, by name; unchecked, for functions that are traced."""
     held = layer.memory
     if isinstance(held, KeyValues | WindowedSums) and held.reach is not None:
         whole = held.preceded(held.reach - held.tokens.length)
@@ -132,7 +178,7 @@ def _tensors(layer: LayerMemory) -> State:
     found |= {f"carried.{name}": x for name, x in layer.carried.items()}
     found |= {"position": layer.reached()} | ({} if layer.tail is None else {"tail": layer.tail})
     for index, other in enumerate(layer.others):
-        found |= {f"others.{index}.{name}": x for name, x in _tensors(other).items()}
+        found |= {f"others.{index}.{name}": x for name, x in tensors_of(other).items()}
     return {name: x.contiguous() for name, x in found.items()}
 
 
@@ -170,4 +216,4 @@ def _growing(state: State, kind: _Kind, tokens: Any) -> dict[str, Any]:
     return found
 
 
-__all__ = ["DecodeStep"]
+__all__ = ["DecodeStep", "Prefill", "State", "tensors_of"]
