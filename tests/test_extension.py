@@ -111,7 +111,7 @@ def put_in(root: Path, path: str, *edits: tuple[str, str]) -> str:
 
 def test_a_mechanism_a_link_and_a_task(tmp_path: Path) -> None:
     for folder in ("zonal", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)  # with the bytecode, which takes seconds to make again
     (tmp_path / "docs" / "mechanisms").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     for name in ("matrix.py", "pairwise.py"):

@@ -61,7 +61,7 @@ print("good")
 
 
 def test_a_route_takes_two_files(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "zonal", tmp_path / "zonal", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "zonal", tmp_path / "zonal")  # with the bytecode, which takes seconds to make again
     execution = tmp_path / "zonal" / "execution"
     (execution / "paths" / "fused.py").write_text(ROUTE, encoding="utf-8")
     table = (execution / "routes.py").read_text(encoding="utf-8")
