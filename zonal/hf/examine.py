@@ -26,7 +26,7 @@ _FILLER = (
     "It rained for most of the afternoon.", "The old clock in the hall struck four.",
     "She put the book back on the shelf.", "A cart came slowly up the lane.",
 )  # fmt: skip
-_NAMES = (
+NAMES = (
     "Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Louis", "Mary",
     "Nora", "Oscar", "Paula", "Ruth", "Simon", "Tina", "Victor",
 )  # fmt: skip
@@ -65,20 +65,20 @@ def needle(length: int, generator: random.Random, count: Callable[[str], int]) -
     """One number in a text of ``length`` tokens of other sentences, asked for at the end."""
     code = str(generator.randrange(10_000, 100_000))
     fact, asked = f"The secret number is {code}.", "The secret number is"
-    sentences = _filler(length - count(fact) - count(asked), generator, count)
+    sentences = filler(length - count(fact) - count(asked), generator, count)
     sentences.insert(generator.randrange(len(sentences) + 1), fact)
     return Question(" ".join([*sentences, asked]), f" {code}")
 
 
 def pairs(length: int, generator: random.Random, count: Callable[[str], int]) -> Question:
     """Twenty people with a number each in a text of ``length`` tokens, one of them asked for at the end."""
-    names = list(_NAMES)
+    names = list(NAMES)
     generator.shuffle(names)
     known = {name: str(generator.randrange(10, 100)) for name in names}
     facts = [f"{name} lives at number {number}." for name, number in known.items()]
     name = generator.choice(names)
     asked = f"{name} lives at number"
-    sentences = _filler(length - count(" ".join(facts)) - count(asked), generator, count)
+    sentences = filler(length - count(" ".join(facts)) - count(asked), generator, count)
     for fact in facts:
         sentences.insert(generator.randrange(len(sentences) + 1), fact)
     return Question(" ".join([*sentences, asked]), f" {known[name]}")
@@ -88,7 +88,8 @@ PROBES = {"needle": needle, "pairs": pairs}
 """What is asked: one number in a long text, or one of twenty pairs."""
 
 
-def _filler(length: int, generator: random.Random, count: Callable[[str], int]) -> list[str]:
+def filler(length: int, generator: random.Random, count: Callable[[str], int]) -> list[str]:
+    """Sentences of at least ``length`` tokens in all."""
     sentences: list[str] = []
     left = length
     while left > 0:
@@ -155,4 +156,4 @@ def prefill(model: Any, length: int, vocabulary: int) -> float:
     return length / (time.perf_counter() - start)
 
 
-__all__ = ["PROBES", "Question", "by_position", "decoding", "nats", "prefill", "recall"]
+__all__ = ["NAMES", "PROBES", "Question", "by_position", "decoding", "filler", "nats", "prefill", "recall"]
