@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     merged = merging(model, tokenizer, tokens, 2 if options.quick else 6)
     for way, perplexity in merged["perplexity"].items():
         print(f"{way}: perplexity {perplexity:.1f}")
-    rule = hf.calibrate_refusal(model, questions(model, tokenizer, 20 if options.quick else 30), rate=options.rate)
+    rule = hf.calibrate_refusal(model, questions(model, tokenizer, 20 if options.quick else 60), rate=options.rate)
     print(rule)
     settings = {"model": options.model.name, "text": Path(options.text).name, "passage": PASSAGE, "after": AFTER}
     run.write([merged, {"part": "refusing", "rule": asdict(rule)}], {}, settings)
