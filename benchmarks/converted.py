@@ -23,7 +23,7 @@ from zonal.hf import examine, pretrained
 CALL = "bench converted"
 STEP = 512  # tokens of a training step
 PREFILL = (1024, 4096)
-DECODING = (1024, 8192, 32768)
+DECODING = (1024, 8192, 16384, 32768)
 NAMES = ("original", "converted", "mamba2")
 
 

@@ -36,6 +36,7 @@ NAMING = (
     "docs/slay_measured.md",
     "docs/merging.md",
     "docs/convert_measured.md",
+    "docs/convert_trained.md",
     "docs/long_context.md",
     "docs/sparse_measured.md",
     "docs/backbones.md",

@@ -81,7 +81,7 @@ def headline(record: Mapping[str, Any]) -> list[str]:
         f"{after['perplexity']:.2f}, {abs(change):.1%} {'higher' if change >= 0 else 'lower'} than the original's "
         f"{before['perplexity']:.2f}.",
         f"After {last['length']:,} tokens it decodes at {speed:.1f} times the original's speed "
-        f"with {last['bytes'] / first['bytes']:.0%} of its bytes.",
+        f"with {last['bytes'] / first['bytes']:.1%} of its bytes.",
     ]
 
 
