@@ -104,7 +104,7 @@ def portable() -> Iterator[None]:
         _portable.reset(token)
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot read a ContextVar
+@constant  # torch.compile cannot read a ContextVar
 def _portably() -> bool:
     return _portable.get()
 
