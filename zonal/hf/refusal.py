@@ -22,8 +22,8 @@ from zonal.models.memory import ModelMemory
 from zonal.store import read_json, write_json
 
 _KIND = "refusal"
-_EVIDENCE = ("support", "weight")
-_OVER = ("last", "mean")
+_KINDS: list[tuple[str, str]] = [*itertools.product(("support", "weight"), ("last", "mean"))]
+"""Evidence, and of which tokens."""
 
 
 class Question(NamedTuple):
@@ -79,8 +79,7 @@ class Refusal:
                 f"Refusal.refuses: the cache has no reading of layer {self.layer}. Set cache.report = refusal.report "
                 "before the model reads the question."
             )
-        kinds = [*itertools.product(_EVIDENCE, _OVER)]
-        return _found(reading, real)[:, kinds.index((self.evidence, self.over)), self.head] <= self.threshold
+        return _found(reading, real)[:, _KINDS.index((self.evidence, self.over)), self.head] <= self.threshold
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a JSON file, atomically."""
@@ -93,9 +92,12 @@ class Refusal:
         if not isinstance(found, dict) or found.pop("kind", None) != _KIND:
             raise FileFormatError(f"load {_KIND}: {path} holds something else. Required: a file of Refusal.save.")
         try:
-            return Refusal(**found)
+            rule = Refusal(**found)
         except TypeError as error:
             raise FileFormatError(f"load {_KIND}: {path} does not fit: {error}. Calibrate again.") from error
+        if (rule.evidence, rule.over) not in _KINDS:
+            raise FileFormatError(f"load {_KIND}: {path} names an unknown kind of evidence. Calibrate again.")
+        return rule
 
 
 def _found(reading: Reading, real: Tensor | None = None) -> Tensor:
@@ -191,7 +193,7 @@ def calibrate_refusal(model: Any, examples: Iterable[Question], rate: float = 0.
             "can be refused at this rate. Give a larger rate, or an operator with more evidence, such as ska."
         )
     threshold = torch.nextafter(least, least.new_tensor(0.0))
-    evidence, over = [*itertools.product(_EVIDENCE, _OVER)][kind]
+    evidence, over = _KINDS[kind]
     refused = float((strange <= threshold).double().mean())
     return Refusal(layers[place], head, evidence, over, float(threshold), rate, refused, auroc(stored, strange))
 
