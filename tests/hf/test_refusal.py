@@ -198,6 +198,6 @@ def test_what_is_refused(recalling: Any, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"kind": "criterion"}')
     with pytest.raises(FileFormatError, match="holds something else"):
         hf.Refusal.load(tmp_path / "other.json")
-    hf.Refusal(0, 0, "luck", "last", 0.0, 0.1, 0.0, 0.5).save(tmp_path / "luck.json")
-    with pytest.raises(FileFormatError, match="unknown kind of evidence"):
+    hf.Refusal(0, 0, "luck", "last", 0.0, 0.1, 0.0, 0.5).save(tmp_path / "luck.json")  # type: ignore[arg-type]
+    with pytest.raises(FileFormatError, match="evidence must be 'support' or 'weight', received 'luck'"):
         hf.Refusal.load(tmp_path / "luck.json")

@@ -1,7 +1,9 @@
 """Inputs of a decoder's kernel, and the calls that run it piece by piece."""
 
 import itertools
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,3 +42,17 @@ def pieces(
         )
         found.append(y)
     return torch.cat(found, 2), memory
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, steps: type, name: str) -> list[int]:
+    """The number of tokens of every call that the kernel takes from now on: calls of a method of ``steps`` with y."""
+    called: list[int] = []
+    original = getattr(steps, name)
+
+    def counted(taken: Any, q: Tensor, *others: Any, **named: Any) -> Tensor | None:
+        y = original(taken, q, *others, **named)
+        called.extend([] if y is None else [q.shape[2]])
+        return y
+
+    monkeypatch.setattr(steps, name, counted)
+    return called

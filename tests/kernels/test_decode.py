@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.decode_cases import PIECES, draw, pieces
+from kernels.decode_cases import PIECES, draw, pieces, taken
 from matrix import randomised
 from torch import Tensor
 
@@ -84,16 +84,7 @@ def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every call that the kernel took."""
-    called: list[int] = []
-    original = SumsSteps.run
-
-    def counted(steps: SumsSteps, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        y = original(steps, q, k, v, log_decay)
-        called.extend([] if y is None else [q.shape[2]])
-        return y
-
-    monkeypatch.setattr(SumsSteps, "run", counted)
-    return called
+    return taken(monkeypatch, SumsSteps, "run")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

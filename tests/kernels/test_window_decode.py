@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 import torch
-from kernels.decode_cases import PIECES, draw, pieces
+from kernels.decode_cases import PIECES, draw, pieces, taken
 from matrix import randomised
 from torch import Tensor
 
@@ -54,16 +54,7 @@ def inputs(shape: str = "grouped", tokens: int = TOKENS) -> list[Tensor]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every call that the kernel took."""
-    called: list[int] = []
-    original = WindowSteps.step
-
-    def counted(taken: WindowSteps, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        y = original(taken, q, k, v, log_decay)
-        called.extend([] if y is None else [q.shape[2]])
-        return y
-
-    monkeypatch.setattr(WindowSteps, "step", counted)
-    return called
+    return taken(monkeypatch, WindowSteps, "step")
 
 
 def same(found: Memory, expected: Memory, tolerance: float = 2e-5) -> None:

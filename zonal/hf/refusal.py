@@ -6,24 +6,25 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError
 from zonal.evaluation.verdicts import auroc
 from zonal.hf.cache import MemoryCache, OperatorCache, ZonalCache
 from zonal.hf.modeling import ZonalForCausalLM
 from zonal.memory import Criterion, Reading
+from zonal.memory.criterion import load_rule, save_rule
 from zonal.models.memory import ModelMemory
-from zonal.store import read_json, write_json
 
 _KIND = "refusal"
-_KINDS: list[tuple[str, str]] = [*itertools.product(("support", "weight"), ("last", "mean"))]
-"""Evidence, and of which tokens."""
+Kind = Literal["support", "weight"]
+Over = Literal["last", "mean"]
+_KINDS: list[tuple[Kind, Over]] = [*itertools.product(get_args(Kind), get_args(Over))]
 
 
 class Question(NamedTuple):
@@ -54,8 +55,8 @@ class Refusal:
 
     layer: int
     head: int
-    evidence: str
-    over: str
+    evidence: Kind
+    over: Over
     threshold: float
     rate: float
     refused: float
@@ -83,21 +84,12 @@ class Refusal:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a JSON file, atomically."""
-        write_json(path, {"kind": _KIND, **asdict(self)})
+        save_rule(path, _KIND, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Refusal":
         """Read a file of ``save``. Raises: FileFormatError for missing, damaged and foreign files."""
-        found: Any = read_json(path)
-        if not isinstance(found, dict) or found.pop("kind", None) != _KIND:
-            raise FileFormatError(f"load {_KIND}: {path} holds something else. Required: a file of Refusal.save.")
-        try:
-            rule = Refusal(**found)
-        except TypeError as error:
-            raise FileFormatError(f"load {_KIND}: {path} does not fit: {error}. Calibrate again.") from error
-        if (rule.evidence, rule.over) not in _KINDS:
-            raise FileFormatError(f"load {_KIND}: {path} names an unknown kind of evidence. Calibrate again.")
-        return rule
+        return load_rule(path, _KIND, Refusal)
 
 
 def _found(reading: Reading, real: Tensor | None = None) -> Tensor:

@@ -5,17 +5,19 @@ in.
 import math
 import os
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.store import read_json, write_json
+from zonal.typed import check_fields
 from zonal.verdict import Verdict
 
 KIND = "criterion"
 Thresholds = float | tuple[float, ...]
+Rule = TypeVar("Rule")
 
 
 class Evidence(NamedTuple):
@@ -93,23 +95,31 @@ class Criterion:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a JSON file, atomically."""
-        write_json(path, {"kind": KIND, **asdict(self)})
+        save_rule(path, KIND, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Criterion":
         """Read a file of ``save``. Raises: FileFormatError for missing, damaged and foreign files."""
-        found: Any = read_json(path)
-        if not isinstance(found, dict) or found.pop("kind", None) != KIND:
-            raise FileFormatError(f"load {KIND}: {path} holds something else. Required: a file of Criterion.save.")
-        try:
-            values: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-            }
-            return Criterion(**values)
-        except (TypeError, ArgumentError) as error:
-            raise FileFormatError(
-                f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate again."
-            ) from error
+        return load_rule(path, KIND, Criterion)
+
+
+def save_rule(path: str | os.PathLike[str], kind: str, rule: Any) -> None:
+    """Write a dataclass of plain values to a JSON file, atomically."""
+    write_json(path, {"kind": kind, **asdict(rule)})
+
+
+def load_rule(path: str | os.PathLike[str], kind: str, rule: type[Rule]) -> Rule:
+    """Read a file of ``save_rule``. Raises: FileFormatError for missing, damaged and foreign files."""
+    found: Any = read_json(path)
+    if not isinstance(found, dict) or found.pop("kind", None) != kind:
+        raise FileFormatError(f"load {kind}: {path} holds something else. Required: a file of {rule.__name__}.save.")
+    try:
+        check_fields(rule.__name__, rule, found)
+        return rule(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    except (TypeError, ArgumentError) as error:
+        raise FileFormatError(
+            f"load {kind}: {path} does not fit: {str(error).rstrip('.')}. Calibrate again."
+        ) from error
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -151,4 +161,4 @@ def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple
     return tuple(values[:, place - 1].clamp_min(least).tolist())
 
 
-__all__ = ["KIND", "Criterion", "Evidence", "bound_of", "gap", "ratio"]
+__all__ = ["KIND", "Criterion", "Evidence", "bound_of", "gap", "load_rule", "ratio", "save_rule"]
