@@ -37,6 +37,7 @@ NAMING = (
     "docs/merging.md",
     "docs/convert_measured.md",
     "docs/convert_trained.md",
+    "docs/documents_measured.md",
     "docs/long_context.md",
     "docs/sparse_measured.md",
     "docs/backbones.md",

@@ -103,7 +103,7 @@ features = Op(
     FeaturesSpec,
     results=2,
     learned=("x", "weight"),
-    cpu=Body(forward, backward),
+    bodies={"cpu": Body(forward, backward)},
     shapes=_shapes,
     fixed=(1,),
     refusal=only_first("chunked"),

@@ -92,7 +92,7 @@ local_global = Op(
     TileSpec,
     results=3,
     learned=("q", "k", "v", "scale", "coefficients", "beyond", "col"),
-    cpu=Body(forward, backward),
+    bodies={"cpu": Body(forward, backward)},
     shapes=_shapes,
     fixed=(1, 2),
     refusal=only_first("chunked"),

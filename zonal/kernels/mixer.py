@@ -187,7 +187,7 @@ short_convolution = Op(
     ConvolutionSpec,
     results=_PARTS,
     learned=("x", "tail", "taps", "bias"),
-    cpu=Body(_convolve, _convolve_backward),
+    bodies={"cpu": Body(_convolve, _convolve_backward)},
     shapes=_empty_parts,
     refusal=_refusal("short_convolution"),
 )
@@ -198,7 +198,7 @@ gated_norm = Op(
     NormSpec,
     results=1,
     learned=NormInputs._fields,
-    cpu=Body(_norm, _norm_backward),
+    bodies={"cpu": Body(_norm, _norm_backward)},
     shapes=lambda inputs, spec: (inputs.z.new_empty(inputs.z.shape, dtype=torch.float32),),
     laid={name: lambda x: _by_head(x, *x.shape) for name in ("y", "v")},
     refusal=_refusal("gated_norm"),

@@ -57,7 +57,8 @@ class Op:
 
     inputs: the NamedTuple of tensors, each ``Tensor`` or ``Tensor | None``. spec: the class of the rules.
     results: their number; those at the places ``fixed`` have no gradients. learned: the inputs that have gradients.
-    shapes(inputs, spec): empty results, for tracing. refusal: the message about second derivatives.
+    bodies: what runs, by device. shapes(inputs, spec): empty results, for tracing. refusal: the message about second
+    derivatives.
     mapped: letters of the inputs and of the results for ``transforms.rule``; without them torch.func is refused.
     laid: per input, an empty gradient where that is not contiguous.
     """
@@ -70,10 +71,9 @@ class Op:
         *,
         results: int,
         learned: Sequence[str],
-        cpu: Body,
+        bodies: Mapping[str, Body],
         shapes: Callable[[Any, Any], Results],
         refusal: str,
-        cuda: Body | None = None,
         fixed: Sequence[int] = (),
         mapped: tuple[str, str] | None = None,
         laid: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
@@ -81,7 +81,7 @@ class Op:
         self.name, self.inputs, self.spec, self.shapes, self.refusal = name, inputs, spec, shapes, refusal
         self._laid = laid
         self.learned, self.fixed = tuple(learned), tuple(fixed)
-        self.bodies = {"cpu": cpu, **({} if cuda is None else {"cuda": cuda})}
+        self.bodies = bodies
         self._places = tuple(inputs._fields.index(name) for name in learned)
         self._moved = tuple(i for i in range(results) if i not in fixed)
         self._single = results == 1

@@ -180,7 +180,7 @@ sparse = Op(
     SparseSpec,
     results=4,
     learned=("q", "k", "v"),
-    cpu=Body(forward, backward),
+    bodies={"cpu": Body(forward, backward)},
     shapes=_shapes,
     fixed=(1, 2, 3),
     refusal=only_first("sparse"),

@@ -205,8 +205,11 @@ tile = Op(
     TileSpec,
     results=3,
     learned=("q", "k", "v", "scale", "coefficients", "row", "col"),
-    cpu=Body(forward, backward),
-    cuda=Body(_CUDA.forward, lambda *given: (*_CUDA.backward(*given), None, None)),  # it has no log prior
+    bodies={
+        "cpu": Body(forward, backward),
+        # it has no log prior
+        "cuda": Body(_CUDA.forward, lambda *given: (*_CUDA.backward(*given), None, None)),
+    },
     shapes=_shapes,
     fixed=(1, 2),
     mapped=("tttppme---", "ttt"),
