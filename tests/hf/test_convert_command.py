@@ -102,6 +102,52 @@ def test_a_model_is_converted_and_goes_on_elsewhere(
     assert "exists. Choose another folder" in capsys.readouterr().err
 
 
+def windowed(folder: Path, config: Any, name: str) -> Path:
+    """A model whose layers have sliding windows, with the tokeniser of the small Llama."""
+    torch.manual_seed(0)
+    transformers.AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / name)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return folder / name
+
+
+LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3"])
+def test_layers_with_a_sliding_window_keep_it(
+    kind: str, folder: Path, tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 300, "eos_token_id": 0, "pad_token_id": 0, **SIZES, "num_hidden_layers": 4}
+    caps = {"attn_logit_softcapping": None} if kind == "Gemma2" else {}
+    name = "Gemma2Config" if kind == "Gemma2" else "Gemma3TextConfig"
+    config = getattr(transformers, name)(**sizes, **caps, sliding_window=8, layer_types=LAST_FULL)
+    out = tmp_path / "converted"
+    line = [*words(folder, out, "--transfer-steps", "4"), "--operator", "local_global(window=4, far='hedgehog')"]
+    line[1] = str(windowed(folder, config, kind))
+    assert main(line) == 0
+    assert "Layers [0, 1] have a sliding window, which bounds their memory, and keep it." in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    names = [operator.name for operator in hf.operators(model)]
+    record = json.loads((out / "conversion.json").read_text())
+    (chosen,) = record["chosen"]  # half of the two that see all earlier tokens
+    assert chosen in (2, 3)
+    assert names == ["local_global" if index == chosen else "softmax" for index in range(4)]
+    assert record["harms"][:2] == record["transfer"][-1]["losses"]["layers"][:2] == [None, None]
+    assert "keeps its window" in (out / "report.html").read_text()
+
+
+def test_a_model_of_sliding_windows_alone_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.MistralConfig(vocab_size=300, **SIZES, sliding_window=8)
+    line = words(folder, tmp_path / "converted")
+    line[1] = str(windowed(folder, config, "mistral"))
+    assert main(line) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "all 2 layers of MistralForCausalLM have one of 8 tokens" in said
+    assert "set sliding_window to null in config.json" in said
+
+
 def pieces(folder: Path, state: Path, stops: list[int]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Attention transfer of 6 steps, stopped after so many calls of the question whether to stop."""
     model = distil.converted(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), "ska(power=1)")

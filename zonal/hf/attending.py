@@ -19,7 +19,7 @@ from zonal.hf.packing import MaskFunction, offsets_of_mask
 
 _SOME_SIZE = 64  # of a head, a square as some scores need it
 # what models may hand to their attention and an operator has no place for
-_UNKNOWN = ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "head_mask", "cache")
+_UNKNOWN = ("output_attentions", "softcap", "position_bias", "s_aux", "head_mask", "cache")
 
 
 def attend(
@@ -30,6 +30,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in a converted layer.
@@ -38,12 +39,14 @@ def attend(
         query: (B, H, T, D).
         key, value: (B, Hkv, S, ·), including cached tokens, unless a ``MemoryCache`` holds those.
         attention_mask: the mask of ``padding``: (B, S), nonzero for a real token, or the offsets (N + 1,) of documents.
+        dropout: the share of weights that are set to zero; layers ask for it in training only. It takes path "dense",
+            whose time and memory are quadratic in the number of tokens.
 
     Returns: ((B, T, H, P), None).
 
     Raises:
-        ArgumentError: the layer was not converted, or asks for something that operators do not support: dropout, soft
-            caps, the weights, or another mask.
+        ArgumentError: the layer was not converted, or asks for something that operators do not support: soft caps,
+            the weights, dropout with a ``MemoryCache``, or another mask.
     """
     call = "hf.attend"
     operator = operator_of(module)
@@ -64,9 +67,14 @@ def attend(
     past = MemoryCache.of_keys(key)
     if past is not None:
         cache, layer = past
+        if dropout:
+            raise ArgumentError(
+                f"{call}: {type(module).__name__} is in training and sets weights of attention to zero "
+                f"(dropout={dropout}), which memories do not hold. Pass use_cache=False, or call model.eval() first."
+            )
         y = cache.read(layer, operator, query, key, value, mask.real)
     else:
-        y = _attention(query, key, value, operator, bool(module.is_causal), mask)
+        y = _attention(query, key, value, operator, bool(module.is_causal), mask, dropout=dropout)
     return read_out(module, operator, y.transpose(1, 2)), None
 
 
@@ -100,6 +108,7 @@ def _attend_by_name(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of ``attn_implementation=name``.
@@ -114,7 +123,7 @@ def _attend_by_name(
             f"zonal.hf.convert(model, {name.removeprefix(f'{NAME}:')!r}) where this can be provided."
         )
     operator, scale = windowed(operator, sliding_window), scaling if open_scale(operator) else None
-    return _attention(query, key, value, operator, causal, mask, scale).transpose(1, 2), None
+    return _attention(query, key, value, operator, causal, mask, scale, dropout).transpose(1, 2), None
 
 
 def _kept(operator: Operator) -> str | None:
@@ -136,14 +145,15 @@ class _Mask(NamedTuple):
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, mask: _Mask, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, mask: _Mask, scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     """``zonal.attention`` on (B, H, T, D), with packed documents as one row."""
     if mask.offsets is None:
-        return attention(q, k, v, operator, causal=causal, key_padding_mask=mask.real, scale=scale)
+        return attention(q, k, v, operator, causal=causal, key_padding_mask=mask.real, scale=scale, dropout=dropout)
     batch = len(q)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # one row
-    y = attention(q, k, v, operator, causal=causal, cu_seqlens=mask.offsets, scale=scale)
+    y = attention(q, k, v, operator, causal=causal, cu_seqlens=mask.offsets, scale=scale, dropout=dropout)
     return y[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 

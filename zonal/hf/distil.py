@@ -30,7 +30,7 @@ from zonal.attention import attention
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf import examine
 from zonal.hf.attending import padding
-from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out
+from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out, window_of
 from zonal.hf.swap import convert
 
 _TRANSFER = "zonal_transfer"
@@ -121,9 +121,9 @@ class Transfer:
         self._errors: dict[int, float] = {}
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        for operator in operators(model):
-            operator.requires_grad_(True)
-        self._places = {id(layer): index for index, layer in enumerate(self.layers)}
+        self._places = {id(self.layers[index]): index for index in convertible(model)}
+        for index in self._places.values():
+            operators(model)[index].requires_grad_(True)
         AttentionInterface.register(_TRANSFER, self._attend)
         AttentionMaskInterface.register(_TRANSFER, padding)
 
@@ -132,7 +132,9 @@ class Transfer:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
     def losses(self, tokens: Tensor) -> dict[str, Any]:
-        """The relative squared error of each layer's output; its gradients are in the parameters."""
+        """The relative squared error of each layer's output, None for a layer that keeps its sliding window; its
+        gradients are in the parameters.
+        """
         self._errors = {}
         self.model.set_attn_implementation(_TRANSFER)
         try:
@@ -140,8 +142,8 @@ class Transfer:
                 self.model(tokens, use_cache=False, logits_to_keep=1)
         finally:
             self.model.set_attn_implementation(NAME)
-        errors = [self._errors[index] for index in range(len(self.layers))]
-        return {"error": sum(errors) / len(errors), "layers": errors}
+        errors = [self._errors.get(index) for index in range(len(self.layers))]
+        return {"error": sum(self._errors.values()) / len(self._errors), "layers": errors}
 
     def _attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None,
@@ -151,15 +153,16 @@ class Transfer:
         prior = () if window is None else Window(left=window - 1)
         operator = mechanisms.softmax(scale=scaling, prior=prior)
         wanted = attention(q, k, v, operator, causal=True)
-        own = operator_of(module)
-        assert own is not None
+        place, own = self._places.get(id(module)), operator_of(module)
+        if place is None or own is None:
+            return wanted.transpose(1, 2), None
         with torch.enable_grad():
             found = attention(q, k, v, own, causal=True)
             found = read_out(module, own, found.transpose(1, 2)).transpose(1, 2)
             error = (found - wanted).square().sum() / wanted.square().sum()
             if any(value.requires_grad for value in own.parameters()):
                 error.backward()
-        self._errors[self._places[id(module)]] = float(error.detach())
+        self._errors[place] = float(error.detach())
         return wanted.transpose(1, 2), None
 
 
@@ -281,9 +284,9 @@ def _restored(
 
 
 @torch.no_grad()
-def harms(model: Any, windows: Tensor) -> list[float]:
+def harms(model: Any, windows: Tensor) -> list[float | None]:
     """By how many nats a token the loss on windows grows when one layer alone has its operator and all others have
-    softmax, layer by layer.
+    softmax, layer by layer; None for a layer that keeps its sliding window.
     """
     layers, own = layers_of("convert", model), operators(model)
     exact = [for_layer("convert", layer, "softmax") for layer in layers]
@@ -291,10 +294,11 @@ def harms(model: Any, windows: Tensor) -> list[float]:
     try:
         _put(layers, exact, [None] * len(layers))
         base = float(examine.nats(model, windows).mean())
-        found = []
-        for index, layer in enumerate(layers):
+        found: list[float | None] = [None] * len(layers)
+        for index in convertible(model):
+            layer = layers[index]
             _put([layer], [own[index]], [norms[index]])
-            found.append(float(examine.nats(model, windows).mean()) - base)
+            found[index] = float(examine.nats(model, windows).mean()) - base
             _put([layer], [exact[index]], [None])
     finally:
         _put(layers, own, norms)
@@ -309,13 +313,31 @@ def _put(layers: Sequence[Any], operators: Sequence[Operator], norms: Sequence[n
 def converted(original: Any, operator: str, chosen: Mapping[int, Mapping[str, Tensor]] | None = None) -> Any:
     """A converted copy of a model whose ``generate`` keeps memories.
 
-    chosen: the layers to convert, with what their operators and norms have learned; None = all, as they start.
+    chosen: the layers to convert, with what their operators and norms have learned; None = all that are
+        ``convertible``, as they start.
     """
     model = copy.deepcopy(original)
-    convert(model, operator, layers=None if chosen is None else list(chosen), cache="memory")
+    convert(model, operator, layers=convertible(model) if chosen is None else list(chosen), cache="memory")
     for index, learned in (chosen or {}).items():
         layers_of("convert", model)[index].load_state_dict(dict(learned), strict=False)
     return model
+
+
+def convertible(model: Any) -> list[int]:
+    """The layers that a conversion gives a constant memory: those without a sliding window. The memory of the others is
+    bounded already, and they keep it.
+
+    Raises: ArgumentError for a model whose layers all have a sliding window.
+    """
+    layers = layers_of("convert", model)
+    found = [index for index, layer in enumerate(layers) if window_of(layer) is None]
+    if not found:
+        raise ArgumentError(
+            f"convert: layers without a sliding window are required, and all {len(layers)} layers of "
+            f"{type(model).__name__} have one of {window_of(layers[0])} tokens: their memory is bounded already. To "
+            "convert them as layers that see all earlier tokens, set sliding_window to null in config.json."
+        )
+    return found
 
 
 def learned_by(model: Any) -> list[dict[str, Tensor]]:
@@ -330,4 +352,15 @@ def learned_by(model: Any) -> list[dict[str, Tensor]]:
     ]
 
 
-__all__ = ["Distillation", "Stage", "Text", "Transfer", "Update", "converted", "harms", "learn", "learned_by"]
+__all__ = [
+    "Distillation",
+    "Stage",
+    "Text",
+    "Transfer",
+    "Update",
+    "converted",
+    "convertible",
+    "harms",
+    "learn",
+    "learned_by",
+]

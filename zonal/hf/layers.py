@@ -19,7 +19,6 @@ from zonal.nn.norm import RMSNorm
 NAME = "zonal"
 """The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
 _SIZES = ("head_dim", "head_size", "attention_head_size")
-_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 
 Make = Callable[[float], Operator]
 Choice = Operator | str | Make
@@ -123,21 +122,17 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
             f"{call}: {type(layer).__name__} is of a model with attention in chunks, which operators do not have. "
             "Models with full attention or sliding windows can be converted."
         )
-    if any(_rate(getattr(layer, name, 0.0)) for name in _DROPOUTS):
-        raise ArgumentError(
-            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the "
-            "config's dropout of attention to 0 first."
-        )
     if getattr(layer, "attn_logit_softcapping", None) is not None:
         raise ArgumentError(
             f"{call}: {type(layer).__name__} caps its logits, which operators do not. Load the model with "
-            "attn_logit_softcapping=None first; its answers then differ a little, which training mends."
+            "attn_logit_softcapping=None (null in its config.json) first. Its predictions then differ a little, which "
+            "training can correct."
         )
     if isinstance(operator, str):
         made = mechanisms.resolve(operator)
     else:
         made = operator if isinstance(operator, Operator) else operator(scale)
-    window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
+    window = window_of(layer)
     if open_scale(made):
         made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
     bare, made = made, windowed(made, window)
@@ -201,9 +196,9 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     return None
 
 
-def _rate(dropout: Any) -> float:
-    """The rate of a number or of a ``nn.Dropout``."""
-    return float(getattr(dropout, "p", dropout) or 0.0)
+def window_of(layer: Any) -> int | None:
+    """The number of tokens in the layer's sliding window; None without one."""
+    return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
 
 def scale_of(layer: Any) -> float:
@@ -247,5 +242,6 @@ __all__ = [
     "operators",
     "read_out",
     "scale_of",
+    "window_of",
     "windowed",
 ]

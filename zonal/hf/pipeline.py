@@ -13,7 +13,18 @@ from zonal import store
 from zonal.data import open_source
 from zonal.errors import ArgumentError
 from zonal.hf import examine
-from zonal.hf.distil import Distillation, Stage, Text, Transfer, Update, converted, harms, learn, learned_by
+from zonal.hf.distil import (
+    Distillation,
+    Stage,
+    Text,
+    Transfer,
+    Update,
+    converted,
+    convertible,
+    harms,
+    learn,
+    learned_by,
+)
 from zonal.hf.pretrained import opened
 from zonal.report import conversion as report
 from zonal.training.environment import folder_lock, surroundings
@@ -77,7 +88,7 @@ def run(settings: Settings, command: str, watch: Watch) -> bool:
     """
     if settings.out.exists():
         raise ArgumentError(f"convert: {settings.out} exists. Choose another folder for the converted model (--out).")
-    original, tokenizer = opened("convert", settings.model, "sdpa")
+    original, tokenizer = opened("convert", settings.model)
     settings.work.mkdir(parents=True, exist_ok=True)
     with folder_lock(settings.work):
         return _Conversion(settings, command, watch, original, tokenizer).run()
@@ -117,19 +128,22 @@ class _Conversion:
         held_out = self.text.held_out.numel()
         say(f"{settings.model.name}: {len(self.text.tokens):,} tokens to learn from, {held_out:,} held out.")
         self._once("surroundings", lambda: surroundings(torch.device("cpu"), torch.get_num_threads()))
+        everywhere, candidates = converted(self.original, settings.operator), convertible(self.original)
+        kept = [index for index in range(self.record["layers"]) if index not in candidates]
+        if kept:
+            say(f"Layers {kept} have a sliding window, which bounds their memory, and keep it.")
         before = self._once("before", lambda: self.measured(self.original, "the original"))
-        everywhere = converted(self.original, settings.operator)
         transfer = self._stage(settings.transfer_steps, settings.transfer_rate, _HALVED)
         if not self.trained(Transfer(everywhere), transfer):
             return False
         few = self.text.held_out[:_HARM_WINDOWS]
         found = self._once("harms", lambda: harms(everywhere, few))
-        order = sorted(range(len(found)), key=found.__getitem__)
+        order = sorted(candidates, key=found.__getitem__)
         say("Layers from the best to convert to the worst: " + ", ".join(f"{i} ({found[i]:+.4f})" for i in order))
         if settings.plan:
             say(f"The plan is in {self._written(settings.work)}. Without --plan, the same command converts.")
             return True
-        count = len(found) if settings.to == "all" else len(found) // 2
+        count = len(order) if settings.to == "all" else max(1, len(order) // 2)
         chosen = self._once("chosen", lambda: sorted(order[:count]))
         learned = learned_by(everywhere)
         model = converted(self.original, settings.operator, {index: learned[index] for index in chosen})

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zonal.errors import ArgumentError
 
 
-def opened(call: str, path: Path, implementation: str | None = None) -> tuple[Any, Any]:
+def opened(call: str, path: Path) -> tuple[Any, Any]:
     """(model, tokeniser) of a folder of Hugging Face or a GGUF file, in float32, for inference.
 
-    Code in a folder is never run. implementation: transformers' ``attn_implementation``; None = the model's own.
+    Code in a folder is never run.
 
     Raises: ArgumentError, in the name of ``call``, when there is no such path or transformers cannot read it.
     """
@@ -25,9 +25,8 @@ def opened(call: str, path: Path, implementation: str | None = None) -> tuple[An
         if path.is_dir()
         else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     )
-    given = {} if implementation is None else {"attn_implementation": implementation}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, **given, dtype=torch.float32, use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, ImportError) as error:
         raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error

@@ -82,9 +82,9 @@ def convert(
         them once ``zonal.hf`` is imported. Converting a model again replaces its operators.
 
     Raises:
-        ArgumentError: the model has no layers of self-attention, drops out attention weights, caps its logits, or does
-            not use transformers' AttentionInterface; an index names no layer; or the operator needs something that
-            these layers do not provide. The model is then unchanged.
+        ArgumentError: the model has no layers of self-attention, caps its logits, or does not use transformers'
+            AttentionInterface; an index names no layer; or the operator needs something that these layers do not
+            provide. The model is then unchanged.
     """
     call = "hf.convert"
     found = layers_of(call, model)

@@ -73,13 +73,15 @@ def headline(record: Mapping[str, Any]) -> list[str]:
     if after is None:
         alone = f"{record['layers']} layers, each converted alone after attention transfer."
         return [f"{alone} Perplexity of the original: {before['perplexity']:.2f}."]
+    windows = record["harms"].count(None)
+    kept = f", {windows} keep their sliding window" if windows else ""
     change = after["perplexity"] / before["perplexity"] - 1
     first, last = before["decoding"][-1], after["decoding"][-1]
     speed = last["tokens_per_second"] / first["tokens_per_second"]
     return [
-        f"{len(record['chosen'])} of {record['layers']} layers have a constant memory. Perplexity on held-out text is "
-        f"{after['perplexity']:.2f}, {abs(change):.1%} {'higher' if change >= 0 else 'lower'} than the original's "
-        f"{before['perplexity']:.2f}.",
+        f"{len(record['chosen'])} of {record['layers']} layers have a constant memory{kept}. Perplexity on held-out "
+        f"text is {after['perplexity']:.2f}, {abs(change):.1%} {'higher' if change >= 0 else 'lower'} than the "
+        f"original's {before['perplexity']:.2f}.",
         f"After {last['length']:,} tokens it decodes at {speed:.1f} times the original's speed "
         f"with {last['bytes'] / first['bytes']:.1%} of its bytes.",
     ]
@@ -122,21 +124,29 @@ def _row(name: str, before: Mapping[str, Any], after: Mapping[str, Any] | None, 
 
 
 def layers(record: Mapping[str, Any]) -> Grid:
-    """One row a layer: error of its output after transfer, harm when it alone is converted, whether it was chosen."""
-    errors: Sequence[float] = record["transfer"][-1]["losses"]["layers"] if record.get("transfer") else []
+    """One row a layer: error of its output after transfer, harm when it alone is converted, whether it was chosen. A
+    layer that keeps its sliding window has neither error nor harm.
+    """
+    harms: Sequence[float | None] = record["harms"]
+    errors = record["transfer"][-1]["losses"]["layers"] if record.get("transfer") else [None] * len(harms)
     chosen = record.get("chosen")
     return Grid(
         ("Layer", "Error of its output", "Nats a token, alone", *(() if chosen is None else ("Converted",))),
         tuple(
             (
                 str(index),
-                f"{errors[index]:.3f}" if errors else "",
-                f"{harm:+.4f}",
-                *(() if chosen is None else ("yes" if index in chosen else "no",)),
+                formats.MISSING if errors[index] is None else f"{errors[index]:.3f}",
+                formats.MISSING if harm is None else f"{harm:+.4f}",
+                *(() if chosen is None else (_fate(index in chosen, harm),)),
             )
-            for index, harm in enumerate(record["harms"])
+            for index, harm in enumerate(harms)
         ),
     )
+
+
+def _fate(chosen: bool, harm: float | None) -> str:
+    """Whether a layer was converted."""
+    return "yes" if chosen else "no" if harm is not None else "keeps its window"
 
 
 __all__ = ["SCHEMA", "compared", "context", "headline", "layers", "write"]
