@@ -22,6 +22,7 @@ def options(words, command=compare):
 
 # SHA-256 of what each preset expands to: comparison.json's part, and the model that `zonal train` takes
 EXPANDED = {
+    "echo-1m": "e78b63e9f1cb3934",
     "echo-mqar": "b6a39dcd98afc997",
     "echo-table2": "a85f3cff479c3947",
     "echo-table3": "971ad2d1c42ff75a",

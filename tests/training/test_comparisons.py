@@ -16,7 +16,7 @@ from training.training_doubles import lines
 from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError, InsufficientSpaceError
 from zonal.models import ModelConfig, build
-from zonal.report import packing
+from zonal.report import load, packing, summarise
 from zonal.training import Comparison, ComparisonSpec, TrainConfig
 from zonal.training import events as kinds
 from zonal.training import loop as loop_module
@@ -327,6 +327,49 @@ def test_a_full_disk_stops_everything(tmp_path, monkeypatch):
 
 
 # learning rates
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs):
+    spec = a_spec(seeds=(3, 4, 5), learning_rates=(1e-4, 1e-2), screening_seeds=1)
+    comparison, seen = Comparison(tmp_path / "it", spec), []
+    stopped = comparison.run(
+        on_event=seen.append, should_stop=lambda: any(isinstance(event, kinds.RunFinished) for event in seen)
+    )
+    assert stopped.status == "stopped"
+    assert stopped.left == 8 - 1
+    result = Comparison.open(tmp_path / "it").run(jobs=jobs, threads=None)
+    assert (result.status, result.left, len(result.runs)) == ("done", 0, 2 * spec.runs_each)
+    for operator in spec.operators:
+        runs = [run for run in result.runs if run.operator == operator]
+        tried = {run.learning_rate: run.final["accuracy"] for run in runs if run.seed == 3}
+        best = min(rate for rate in tried if tried[rate] == max(tried.values()))
+        assert set(tried) == {1e-4, 1e-2}
+        assert result.best_learning_rates[operator] == best
+        assert [(run.seed, run.learning_rate) for run in runs if run.seed != 3] == [(4, best), (5, best)]
+        row = next(row for row in summarise(load(tmp_path / "it")).rows if row.operator == operator)
+        assert row.learning_rate == best
+        assert [run.seed for run in row.runs] == [3, 4, 5]
+    again, events = Comparison.open(tmp_path / "it"), []
+    assert again.run(on_event=events.append).status == "done"
+    assert not any(isinstance(event, kinds.RunStarted) for event in events)
+
+
+def test_a_seed_that_tried_one_rate_does_not_choose(tmp_path):
+    """Its rate was chosen by others: it must not make that rate look worse than one it never tried."""
+    spec = a_spec(operators=("softmax",), learning_rates=(0.01, 0.02), seeds=(0, 1), screening_seeds=1)
+    accuracy = {(0, 0.01): 0.8, (0, 0.02): 0.9, (1, 0.02): 0.1}
+    records = tuple(
+        RunResult("softmax", "softmax", seed, rate, status="done", final={"accuracy": value, "loss": 1.0})
+        for (seed, rate), value in accuracy.items()
+    )
+    assert Comparison(tmp_path, spec).best_learning_rates(records) == {"softmax": 0.02}
+
+
+@pytest.mark.parametrize("seeds", [0, 2, 3])
+def test_screening_leaves_a_seed_to_be_run_at_the_chosen_rate(seeds):
+    with pytest.raises(ArgumentError, match=rf"screening_seeds must be at least 1 and below .* \(2\).*got {seeds}"):
+        a_spec(screening_seeds=seeds)
 
 
 def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from zonal.cli.console import screen
 from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title, training_steps
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
-from zonal.limits import PROCESSES
+from zonal.limits import PROCESSES, SIZE
 from zonal.models import ModelConfig, preset
 from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style
@@ -53,6 +53,8 @@ class Compare(RunOptions):
     """Wall-clock time for the whole comparison, such as 90s, 10m or 2h. Every run gets the same number of steps."""
     learning_rates: str = "3e-3"
     """Learning rates to try, the same for every operator."""
+    screening_seeds: Annotated[int | None, SIZE] = None
+    """Only the first so many seeds try all rates; the others take their operator's best rate. None: all try all."""
     out: Annotated[Path | None, shown("DIR", "default: runs/TASK-..., found from the settings")] = None
     """Folder for all files."""
     resume: Annotated[Path | None, shown("DIR", "optional")] = None
@@ -79,6 +81,7 @@ def defaults(words: Sequence[str]) -> Compare | None:
         operators=found.operators,
         seeds=found.seeds,
         learning_rates=found.learning_rates,
+        screening_seeds=found.screening_seeds,
         task=found.task,
         model=found.model,
         training=found.training,
@@ -118,6 +121,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         operators=operators,
         seeds=seeds,
         learning_rates=rates,
+        screening_seeds=options.screening_seeds,
         budget_seconds=budget,
         labels=labels,
         device=str(device(options.device)),
@@ -210,12 +214,11 @@ def print_summary(summary: report.Summary) -> None:
 
 def exit_code(result: ComparisonResult, directory: Path) -> int:
     """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do."""
-    left = sum(record.status not in ("done", "failed") for record in result.runs)
-    failed = sum(record.status == "failed" for record in result.runs)
+    done, failed = (sum(record.status == status for record in result.runs) for status in ("done", "failed"))
     if result.status == "stopped":
         print(
-            f"Stopped with {left} of {len(result.runs)} runs left. Resume with the same command, or with: "
-            f"zonal compare --resume {directory}"
+            f"Stopped with {result.left} of {done + failed + result.left} runs left. Resume with the same command, "
+            f"or with: zonal compare --resume {directory}"
         )
         return STOPPED
     if failed:

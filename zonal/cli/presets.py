@@ -25,7 +25,7 @@ OPTION = "--preset"
 RECIPE = "recipe.json"
 SCHEMA = 1
 _OPTIONS = {"task": TaskOptions, "model": ModelOptions, "training": TrainingOptions}
-_KEYS = ("about", "seeds", "learning_rates", "operators", *_OPTIONS, "published")
+_KEYS = ("about", "seeds", "learning_rates", "screening_seeds", "operators", *_OPTIONS, "published")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Preset:
     training: TrainingOptions
     published: Published | None = None
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    screening_seeds: int | None = None
 
     @property
     def operators(self) -> str:
@@ -122,6 +123,7 @@ def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Prese
                 _options(ModelOptions, shape, command)
                 shapes[models[label]] = shape
         plain = {name: values[name] for name in ("about", "seeds", "learning_rates")}
+        plain["screening_seeds"] = values.get("screening_seeds")
         check_fields("preset", Preset, {**plain, "models": models})
         options = {name: _options(kind, values.get(name, {}), command) for name, kind in _OPTIONS.items()}
         published = made(Published | None, values.get("published"), "published")

@@ -188,7 +188,8 @@ def _facts(summary: Summary) -> list[str]:
     if data.steps:
         facts.append(f"{formats.count(data.steps)} training steps each")
     if len(data.learning_rates) > 1:
-        facts.append(f"learning rates {', '.join(formats.rate(rate) for rate in data.learning_rates)}")
+        tried = "" if data.screening_seeds is None else f" tried with {len(data.screening)} of the seeds"
+        facts.append(f"learning rates {', '.join(formats.rate(rate) for rate in data.learning_rates)}{tried}")
     if data.budget_seconds:
         facts.append(f"within {formats.seconds(data.budget_seconds)}")
     parameters = sorted({row.parameters for row in summary.rows if row.parameters})

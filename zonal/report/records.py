@@ -142,6 +142,7 @@ class ComparisonData:
     operators: tuple[str, ...]
     seeds: tuple[int, ...]
     learning_rates: tuple[float, ...]
+    screening_seeds: int | None = None
     budget_seconds: float | None = None
     steps: int | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
@@ -157,6 +158,11 @@ class ComparisonData:
     @property
     def higher_is_better(self) -> bool:
         return self.metric == "accuracy"
+
+    @property
+    def screening(self) -> tuple[int, ...]:
+        """The seeds that tried all rates."""
+        return self.seeds[: self.screening_seeds]
 
 
 def _metrics(values: Any, name: str) -> Metrics | None:

@@ -102,7 +102,12 @@ def _sweep(runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
 
 
 def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float | None:
-    """The learning rate that an operator is shown with: the best mean over seeds of the headline number."""
+    """The learning rate that an operator is shown with: the best mean of the headline number over the seeds that tried
+    all rates.
+    """
+    sweep = {
+        rate: tried for rate, runs in sweep.items() if (tried := [run for run in runs if run.seed in data.screening])
+    }
     finals = {
         rate: [final.value(data.metric) for run in runs if (final := run.final) is not None and run.done]
         + [None] * sum(not run.done for run in runs)
@@ -364,7 +369,9 @@ def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
 
 def _state(data: ComparisonData) -> list[str]:
     """What is missing, if anything is."""
-    total = max(len(data.runs), len(data.operators) * len(data.seeds) * len(data.learning_rates))
+    tried = len(data.screening)
+    each = tried * len(data.learning_rates) + len(data.seeds) - tried
+    total = max(len(data.runs), len(data.operators) * each)
     done = sum(run.done for run in data.runs)
     if done == total:
         return []

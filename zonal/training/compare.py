@@ -8,7 +8,7 @@ value of (seed, name of the parameter).
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -34,13 +34,18 @@ from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_compariso
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Where a comparison stands: status "done" (every run finished), "failed" (some failed, none is left to run) or
-    "stopped" (some are left); all records in the order of the plan; the chosen learning rate of each operator."""
+    """Where a comparison stands.
+
+    status: "done" (every run finished), "failed" (some failed, none is left to run) or "stopped" (some are left).
+    runs: the records of all runs that are known, in the order of the plan. best_learning_rates: of each operator.
+    left: how many runs are left, with those that wait for a rate to be chosen.
+    """
 
     directory: Path
     status: str
     runs: tuple[RunResult, ...]
     best_learning_rates: dict[str, float | None]
+    left: int = 0
 
 
 class Comparison:
@@ -76,9 +81,24 @@ class Comparison:
         return replace(self.spec.training, steps=self.plan.steps)
 
     def records(self) -> list[RunResult]:
-        """What run.json of every run says now; a run without one is pending."""
+        """What run.json of every run that is known says now; a run without one is pending."""
         with archive.opened(self.directory) as root:
-            return [self._record(run, root) for run in self.spec.runs()]
+            first = [self._record(run, root) for run in self.spec.runs()]
+            return first + [self._record(run, root) for run in self._screened(first)]
+
+    def _screened(self, screening: list[RunResult]) -> list[PlannedRun]:
+        """The runs of the seeds that take the rate chosen by ``screening``, for the operators that have one."""
+        spec = self.spec
+        ended = {
+            operator: all(run.status in ("done", "failed") for run in screening if run.operator == operator)
+            for operator in spec.operators
+        }
+        return [
+            spec.planned(operator, seed, rate)
+            for operator, rate in self.best_learning_rates(tuple(screening)).items()
+            if rate is not None and ended[operator]
+            for seed in spec.seeds[len(spec.screening) :]
+        ]
 
     def run(
         self,
@@ -115,20 +135,34 @@ class Comparison:
             emit = on_event or events.ignore
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
-            for run in self.spec.runs():
-                if not (self.directory / run.name / RECORD).exists():
-                    self._record(run).write(self.directory / run.name)
             self._announce_plan(emit, jobs)
-            left = self._left(emit, retry_failed)
-            if jobs == 1:
-                for run in left:
-                    if stop():
-                        break
-                    self.execute(run, emit, stop)
-            else:
-                assert self.threads is not None
-                run_in_processes(self.directory, left, jobs=jobs, threads=self.threads, emit=emit, should_stop=stop)
+            for runs in self._rounds():
+                if stop():
+                    break
+                for run in runs:
+                    if not (self.directory / run.name / RECORD).exists():
+                        self._record(run).write(self.directory / run.name)
+                left = self._left(runs, emit, retry_failed)
+                if jobs == 1 or not left:
+                    for run in left:
+                        if stop():
+                            break
+                        self.execute(run, emit, stop)
+                else:
+                    assert self.threads is not None
+                    run_in_processes(self.directory, left, jobs=jobs, threads=self.threads, emit=emit, should_stop=stop)
             return self._finish(emit)
+
+    def _rounds(self) -> Iterator[list[PlannedRun]]:
+        """What can be run at once. With screening, an operator at a time: its rates, then its other seeds."""
+        runs = self.spec.runs()
+        if self.spec.screening_seeds is None:
+            yield runs
+            return
+        for operator in self.spec.operators:
+            tried = [run for run in runs if run.operator == operator]
+            yield tried
+            yield [run for run in self._screened([self._record(run) for run in runs]) if run.operator == operator]
 
     def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
         """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
@@ -194,23 +228,29 @@ class Comparison:
     def _announce_plan(self, emit: events.Listener, jobs: int) -> None:
         assert self.plan is not None
         records, steps, timings = self.records(), self.plan.steps, self.plan.timings
-        remaining = sum(record.status not in ("done", "failed") for record in records)
+        total = len(self.spec.operators) * self.spec.runs_each
+        remaining = self._remaining(records)
         emit(
             events.Planned(
-                runs=len(records),
+                runs=total,
                 remaining=remaining,
                 steps=steps,
                 step_seconds={name: timing.update for name, timing in timings.items()},
                 evaluation_seconds={name: timing.evaluation for name, timing in timings.items()},
-                estimated_seconds=remaining / len(records) * estimate(self.spec, timings, steps, jobs),
+                estimated_seconds=remaining / total * estimate(self.spec, timings, steps, jobs),
             )
         )
 
-    def _left(self, emit: events.Listener, retry_failed: bool) -> list[PlannedRun]:
-        """Runs that are not at their end, in order; the others are announced as skipped."""
+    def _remaining(self, records: list[RunResult]) -> int:
+        """How many runs are left. An operator that failed at every rate has no runs with other seeds."""
+        ended = sum(record.status in ("done", "failed") for record in records)
+        return 0 if ended == len(records) else len(self.spec.operators) * self.spec.runs_each - ended
+
+    def _left(self, runs: list[PlannedRun], emit: events.Listener, retry_failed: bool) -> list[PlannedRun]:
+        """Those of ``runs`` that are not at their end, in order; the others are announced as skipped."""
         ended = {"done"} if retry_failed else {"done", "failed"}
         left: list[PlannedRun] = []
-        for run in self.spec.runs():
+        for run in runs:
             record = self._record(run)
             if record.status in ended:
                 emit(record.ended(run.name, skipped=True))
@@ -228,15 +268,16 @@ class Comparison:
         return RunResult(run.operator, run.label, run.seed, run.learning_rate, **settings)
 
     def _finish(self, emit: events.Listener) -> ComparisonResult:
-        records = tuple(self.records())
+        records = self.records()
         done, failed = (sum(record.status == status for record in records) for status in ("done", "failed"))
-        status = "done" if done == len(records) else "failed" if done + failed == len(records) else "stopped"
-        best = self.best_learning_rates(records)
-        emit(events.ComparisonFinished(status, done, failed, len(records) - done - failed, best))
-        return ComparisonResult(self.directory, status, records, best)
+        left = self._remaining(records)
+        status = "stopped" if left else "failed" if failed else "done"
+        best = self.best_learning_rates(tuple(records))
+        emit(events.ComparisonFinished(status, done, failed, left, best))
+        return ComparisonResult(self.directory, status, tuple(records), best, left)
 
     def best_learning_rates(self, records: tuple[RunResult, ...]) -> dict[str, float | None]:
-        """Operator → learning rate with the best mean final headline metric over seeds
+        """Operator → learning rate with the best mean final headline metric over the seeds that try all rates
         (``zonal.evaluation.selection``).
         """
         metric = self.spec.task.metric
@@ -246,7 +287,9 @@ class Comparison:
                     rate: [
                         record.final[metric] if record.status == "done" and record.final else None
                         for record in records
-                        if record.operator == operator and record.learning_rate == rate
+                        if record.operator == operator
+                        and record.learning_rate == rate
+                        and record.seed in self.spec.screening
                     ]
                     for rate in self.spec.learning_rates
                 },

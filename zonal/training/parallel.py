@@ -7,6 +7,7 @@ by its children at the end of their input; they stop with a checkpoint.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -160,7 +161,7 @@ def run_in_processes(
                 if worker.run is None:
                     worker.stop()
                 else:
-                    worker.order({"run": worker.run.name})
+                    worker.order({"run": dataclasses.asdict(worker.run)})
             else:
                 emit(events.from_json(values))
     finally:

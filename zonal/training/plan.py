@@ -119,7 +119,7 @@ def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
     count = evaluations(spec.training, steps)
     one = sum(steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values())
-    total = one * len(spec.seeds) * len(spec.learning_rates)
+    total = one * spec.runs_each
     return total if jobs == 1 else total * CROWDING / jobs + WORKER_SECONDS
 
 
@@ -135,7 +135,7 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
     least = min(10, most)
     if estimate(spec, timings, least, jobs) > left:
         needed = (spent + estimate(spec, timings, least, jobs)) / SAFETY
-        runs = len(spec.operators) * len(spec.seeds) * len(spec.learning_rates)
+        runs = len(spec.operators) * spec.runs_each
         raise ArgumentError(
             f"compare: a budget of {spec.budget_seconds:g} s is too small for {least} updates in each of {runs} runs; "
             f"about {math.ceil(needed)} s "

@@ -47,6 +47,8 @@ class ComparisonSpec:
     layers.
     seeds: data order and initial weights; the same for every operator.
     learning_rates: the grid, the same for every operator; empty means ``training.learning_rate`` alone.
+    screening_seeds: only the first so many seeds try all rates; the others take the best rate of their operator on
+        those. None: all seeds try all rates.
     budget_seconds: wall-clock for everything, measuring and evaluating included; None takes ``training.steps``.
     labels: names for people, one an operator; empty takes the specs.
     device: "cpu", "cuda" or "cuda:1".
@@ -64,6 +66,7 @@ class ComparisonSpec:
     operators: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)
     learning_rates: tuple[float, ...] = ()
+    screening_seeds: int | None = None
     budget_seconds: float | None = None
     labels: tuple[str, ...] = ()
     device: str = "cpu"
@@ -102,6 +105,11 @@ class ComparisonSpec:
             replace(self.training, learning_rate=rate)
         for seed in self.seeds:
             replace(self.training, seed=seed)
+        if self.screening_seeds is not None and not 1 <= self.screening_seeds < len(self.seeds):
+            raise ArgumentError(
+                "ComparisonSpec: screening_seeds must be at least 1 and below the number of seeds "
+                f"({len(self.seeds)}), or None, got {self.screening_seeds}."
+            )
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
         check_device(self.device)
@@ -117,16 +125,32 @@ class ComparisonSpec:
         model = self.shapes.get(operator, self.model)
         return replace(model, layers=layers_for(operator, len(model.layers)))
 
+    @property
+    def screening(self) -> tuple[int, ...]:
+        """The seeds that try all rates."""
+        return self.seeds[: self.screening_seeds]
+
+    @property
+    def runs_each(self) -> int:
+        """The number of runs of an operator."""
+        tried = len(self.screening)
+        return tried * len(self.learning_rates) + len(self.seeds) - tried
+
     def runs(self) -> list[PlannedRun]:
-        """All runs, in the order they are run: the first seed of every operator comes before the second of any."""
-        slugs = self._slugs()
-        labels = self.labels or self.operators
+        """The runs that are known from the start, in the order they are run: the first seed of every operator comes
+        before the second of any.
+        """
         return [
-            PlannedRun(f"runs/{slugs[operator]}/seed-{seed}-lr-{_short(rate)}", operator, label, seed, rate)
-            for seed in self.seeds
+            self.planned(operator, seed, rate)
+            for seed in self.screening
             for rate in self.learning_rates
-            for operator, label in zip(self.operators, labels, strict=True)
+            for operator in self.operators
         ]
+
+    def planned(self, operator: str, seed: int, rate: float) -> PlannedRun:
+        """The run of an operator with this seed and rate."""
+        label = dict(zip(self.operators, self.labels or self.operators, strict=True))[operator]
+        return PlannedRun(f"runs/{self._slugs()[operator]}/seed-{seed}-lr-{_short(rate)}", operator, label, seed, rate)
 
     def _slugs(self) -> dict[str, str]:
         slugs: dict[str, str] = {}
@@ -152,6 +176,8 @@ class ComparisonSpec:
             "budget_seconds": self.budget_seconds,
             "run_on": self.device,
         }
+        if self.screening_seeds is not None:
+            values["screening_seeds"] = self.screening_seeds
         if self.shapes:
             values["shapes"] = {operator: _stored_model(model) for operator, model in self.shapes.items()}
         return json.loads(json.dumps(values))
@@ -198,6 +224,7 @@ class _Stored:
     operators: list[str]
     seeds: list[int]
     learning_rates: list[float]
+    screening_seeds: int | None
     labels: list[str]
     budget_seconds: float | None
     run_on: str
@@ -228,6 +255,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
             operators=operators,
             seeds=tuple(stored["seeds"]),
             learning_rates=tuple(stored["learning_rates"]),
+            screening_seeds=stored.get("screening_seeds"),
             budget_seconds=stored["budget_seconds"],
             labels=tuple(stored["labels"]),
             device=stored["run_on"],

@@ -1,8 +1,9 @@
 """A process that runs runs of a comparison for its parent: ``python -m zonal.training.worker DIRECTORY THREADS``.
 
-Lines of JSON on standard input: {"run": name}; "stop" or the end of input (the parent is gone) stops the current run
-after its update, with a checkpoint. Lines of JSON on standard output: events, {"event": "Idle"} when ready for a run,
-and {"event": "Fatal", "kind": …, "message": …} before the process ends for an error that concerns all runs.
+Lines of JSON on standard input: {"run": the fields of a PlannedRun}; "stop" or the end of input (the parent is gone)
+stops the current run after its update, with a checkpoint. Lines of JSON on standard output: events, {"event": "Idle"}
+when ready for a run, and {"event": "Fatal", "kind": …, "message": …} before the process ends for an error that concerns
+all runs.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 from zonal.errors import ZonalError
 from zonal.training import events
 from zonal.training.compare import Comparison
+from zonal.training.spec import PlannedRun
 
 
 def main(directory: str, threads: int) -> int:
@@ -28,14 +30,14 @@ def main(directory: str, threads: int) -> int:
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     stop = threading.Event()
-    orders: queue.Queue[str | None] = queue.Queue()
+    orders: queue.Queue[PlannedRun | None] = queue.Queue()
 
     def listen() -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if order == "stop":
                 break
-            orders.put(order["run"])
+            orders.put(PlannedRun(**order["run"]))
         stop.set()
         orders.put(None)
 
@@ -50,13 +52,12 @@ def main(directory: str, threads: int) -> int:
     torch.set_num_threads(threads)
     try:
         comparison = Comparison.open(directory)
-        runs = {run.name: run for run in comparison.spec.runs()}
         while True:
             send({"event": "Idle"})
-            name = orders.get()
-            if name is None:
+            run = orders.get()
+            if run is None:
                 return 0
-            comparison.execute(runs[name], lambda event: send(events.to_json(event)), stop.is_set)
+            comparison.execute(run, lambda event: send(events.to_json(event)), stop.is_set)
     except ZonalError as error:
         send({"event": "Fatal", "kind": type(error).__name__, "message": str(error)})
         return 2
