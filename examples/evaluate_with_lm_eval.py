@@ -3,7 +3,7 @@
 python examples/evaluate_with_lm_eval.py [MODEL TASK,...]
 
 MODEL is a folder that `zonal convert` or `save_pretrained` wrote. The command `lm_eval` does not import this library,
-so a program of three lines does: import zonal.hf, make lm-eval's HFLM, call simple_evaluate.
+so `python -m zonal.hf lm_eval ...` runs it; this program does the same by lm-eval's functions.
 """
 
 import importlib
