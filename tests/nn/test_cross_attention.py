@@ -232,3 +232,87 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             call()
+
+
+# --- in a block -----------------------------------------------------------------------------------------------------
+
+
+def block(residual: Any = "pre", own: str = "softmax", cross: str = "softmax") -> nn.Block:
+    """A float64 block with self-attention, cross-attention and an mlp, none of whose weights is zero."""
+    torch.manual_seed(0)
+    made = nn.Block(
+        nn.Attention(DIM, 2, own), nn.SwiGLU(DIM, 16), residual=residual,
+        cross=nn.Attention(DIM, 3, cross, context_dim=WIDER),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+def both() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, c = (torch.randn(2, n, d, dtype=torch.float64, generator=generator) for n, d in ((7, DIM), (9, WIDER)))
+    return x, c
+
+
+@pytest.mark.parametrize("residual", ["pre", "post", "gated", "dense"])
+def test_a_block_reads_a_context_between_attention_and_mlp(residual: str) -> None:
+    layers, (x, c) = block(residual), both()
+    real = torch.tensor([[True] * 9, [True] * 4 + [False] * 5])
+    cross: Any = layers.cross
+    expected = x * layers.history.weight[0] if isinstance(layers.history, nn.DenseSkip) else x
+    steps: Any = (
+        (layers.attention, layers.attention_norm, layers.attention_gate),
+        (lambda h: cross(h, context=c, context_padding_mask=real), layers.cross_norm, layers.cross_gate),
+        (layers.mlp, layers.mlp_norm, layers.mlp_gate),
+    )
+    for layer, norm, gate in steps:
+        if residual == "post":
+            expected = norm(expected + layer(expected))
+        else:
+            increment = layer(norm(expected))
+            expected = gate(expected, increment) if gate is not None else expected + increment
+    y = layers(x, context=c, context_padding_mask=real)
+    close(y, expected)
+    for gradient in torch.autograd.grad(y.sin().sum(), [*layers.parameters()]):
+        assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("cross", ["softmax", "squared_affine", "ridge"])
+def test_a_block_decodes_with_the_memories_of_x_and_of_the_context(cross: str) -> None:
+    layers, (x, c) = block(cross=cross), both()
+    assert layers.cross is not None
+    context, memory = layers.cross.context_memory(c), layers.attention.empty_memory(2)
+    found = []
+    for piece in x.split([3, 1, 1, 2], 1):
+        y, memory = layers(piece, memory, context=context)
+        found.append(y)
+    close(torch.cat(found, 1), layers(x, context=c), 1e-7)
+
+
+def test_padding_of_x_is_in_no_row_of_a_block_with_a_context() -> None:
+    layers, (x, c) = block(), both()
+    real = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    y = layers(x, context=c, key_padding_mask=real)
+    close(y[1, :4], layers(x[1:, :4], context=c[1:])[0])
+
+
+def test_without_cross_a_context_goes_to_the_attention_of_a_block() -> None:
+    torch.manual_seed(0)
+    alone, (x, c) = nn.Block(nn.Attention(DIM, 3, "softmax", context_dim=WIDER)).double(), both()
+    close(alone(x, context=c), x + alone.attention(alone.attention_norm(x), context=c))
+
+
+def test_what_a_block_refuses() -> None:
+    layers, (x, c) = block(), both()
+    with pytest.raises(
+        ArgumentError, match=r"needs a context. Pass context=c, or context=block\.cross\.context_memory"
+    ):
+        layers(x)
+    with pytest.raises(ArgumentError, match=r"context must be \(2, tokens >= 1, 20\)"):
+        layers(x, context=x)
+    with pytest.raises(ArgumentError, match="width of attention, dim=12, received dim=20"):
+        nn.Block(nn.Attention(DIM, 2, "softmax"), cross=nn.Attention(WIDER, 2, "softmax"))
+    with pytest.raises(ArgumentError, match=r"cross-attention.*nn\.Attention"):
+        nn.Block(nn.Mamba2(DIM, head_dim=6, state=4))(x.float(), context=c.float())
