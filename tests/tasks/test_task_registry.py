@@ -88,7 +88,7 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "'task' must be one of expressions, lookup, mqar, periodic, retrieval, text, got None"),
+        ({}, "'task' must be one of algorithmic, expressions, lookup, mqar, periodic, retrieval, text, got None"),
         ({"task": "vision"}, "got 'vision'"),
         ([], "got None"),
         ({"task": "text"}, r"text task is incomplete or damaged \('name'\)|incomplete or damaged"),

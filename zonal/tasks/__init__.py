@@ -1,7 +1,9 @@
-"""Tasks to train and measure on: associative recall, retrieval, hierarchies, relations, signals and language modelling.
+"""Tasks to train and measure on: associative recall, retrieval, small programs, hierarchies, relations,
+signals and language modelling.
 Tasks are found by ``resolve``.
 """
 
+from zonal.tasks.algorithmic import Algorithmic
 from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
@@ -14,7 +16,7 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Guess, Task
 from zonal.tasks.text import Text
 
 __all__ = [
-    "IGNORED", "MQAR", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "Paths", "Periodic",
-    "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings", "Text", "from_config", "grid", "multiquery_ar",
-    "names", "resolve",
+    "IGNORED", "MQAR", "Algorithmic", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "Paths",
+    "Periodic", "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings", "Text", "from_config", "grid",
+    "multiquery_ar", "names", "resolve",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
 from zonal.names import known_names
+from zonal.tasks.algorithmic import ALGORITHMS, Algorithmic
 from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
@@ -159,6 +160,11 @@ def _periodic(name: str, given: Given) -> Periodic:
     return Periodic(**counts, **_given(given, "vocab_size", "length", "test_examples", "seed"), name=name)
 
 
+def _algorithmic(name: str, given: Given) -> Algorithmic:
+    length = given.get("length", ALGORITHMS[name].length)
+    return Algorithmic(name, length=length, **_given(given, "vocab_size", "test_examples", "seed"))
+
+
 def _given(given: Given, *names: str) -> Given:
     """What was given of these; the task's own defaults stand for the rest."""
     return {name: given[name] for name in names if name in given}
@@ -230,6 +236,10 @@ _TASKS = {
         ("frequencies", "vocab_size", "length", "test_examples", "seed"),
         _periodic,
     ),
+    **{
+        name: _Entry(f"algorithmic: {algorithm.about}", ("vocab_size", "length", "test_examples", "seed"), _algorithmic)
+        for name, algorithm in ALGORITHMS.items()
+    },
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS, _text),
 }
 
@@ -274,7 +284,7 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    kinds = {kind.kind: kind for kind in (Expressions, Lookup, MQAR, Periodic, Retrieval, Text)}
+    kinds = {kind.kind: kind for kind in (Algorithmic, Expressions, Lookup, MQAR, Periodic, Retrieval, Text)}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
         raise FileFormatError(

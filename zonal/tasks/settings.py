@@ -25,7 +25,7 @@ class TaskSettings:
     train_fraction: Annotated[float | None, SHARE] = None
     """For text: the share of the training part that is used. None: 1."""
     vocab_size: Annotated[int | None, COUNT] = None
-    """For recall, retrieval and periodic: size of the vocabulary."""
+    """For recall, retrieval, algorithmic tasks and periodic: size of the vocabulary."""
     pairs: Annotated[int | None, SIZE] = None
     """For recall and retrieval: pairs to remember. For hypernyms and paths: candidates in the context."""
     train_examples: Annotated[int | None, COUNT] = None
