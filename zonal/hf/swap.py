@@ -198,7 +198,7 @@ def converted_model(kind: type[Any]) -> type[Any]:
         "_keep_in_fp32_modules_strict": frozenset({*(kind._keep_in_fp32_modules_strict or ()), "operator", "readout"}),
         "__module__": kind.__module__,  # whose source transformers reads
     }
-    return type(kind.__name__, (_ModelMixin, kind), inside)
+    return type(kind.__name__, (_Generating if kind.can_generate() else _ModelMixin, kind), inside)
 
 
 @functools.cache
@@ -210,9 +210,7 @@ def _tell_auto_classes(kind: type[Any]) -> None:
 
 
 class _ModelMixin:
-    """What makes the class of a model that of a converted one: operators are in place before weights are loaded, and
-    ``generate`` starts with the cache of the conversion.
-    """
+    """What makes the class of a model that of a converted one: operators are in place before weights are loaded."""
 
     def __init__(self, config: Any, *inputs: Any, **others: Any) -> None:
         super().__init__(config, *inputs, **others)  # type: ignore[call-arg]
@@ -227,6 +225,10 @@ class _ModelMixin:
         install(layers, [own.for_heads(*heads(layer), dim=head_dim(layer)) for own, layer in sized])
         self.set_attn_implementation(NAME)  # type: ignore[attr-defined]
 
+
+class _Generating(_ModelMixin):
+    """The same for a model that generates: ``generate`` keeps the cache of the conversion."""
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
     ) -> None:
@@ -235,6 +237,15 @@ class _ModelMixin:
         else:
             parent: Any = super()
             parent._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)
+
+    # generate looks for the name kwargs, and then also takes the arguments of forward
+    def prepare_inputs_for_generation(self, *inputs: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+        parent: Any = super()
+        found = parent.prepare_inputs_for_generation(*inputs, past_key_values=past_key_values, **kwargs)
+        # Phi 3 drops its cache where its rotary angles change (longrope), and reads the whole text again
+        if isinstance(past_key_values, MemoryCache) and found.get("past_key_values") is None:
+            found["past_key_values"] = MemoryCache()
+        return found
 
 
 def _classes(auto: Any, kind: type[Any]) -> list[type[Any]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from zonal.errors import ArgumentError, unknown_name
 from zonal.nn.norm import accumulation_dtype
 
-RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 _ORIGINAL = "original_max_position_embeddings"
+_BY_PAIR = ("short_factor", "long_factor")
 # type -> the fields that it requires, and those that have defaults
 _USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "dynamic": ((_ORIGINAL, "length"), ()),
     "llama3": ((_ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
     "yarn": ((_ORIGINAL,), ("beta_fast", "beta_slow", "attention_factor", "truncate")),
+    "longrope": ((_ORIGINAL, "length", *_BY_PAIR), ("attention_factor",)),
 }
 
 
@@ -35,19 +37,23 @@ class RopeScaling:
       between.
     * "yarn": f_i / s for pairs that turn less than beta_slow times in L tokens, f_i for those that turn more than
       beta_fast times, and a mean of both between. Queries and keys are multiplied by ``attention_factor``.
+    * "longrope" (Phi 3): f_i / ``long_factor[i]`` for sequences of more than L tokens (n > L), else
+      f_i / ``short_factor[i]``. Queries and keys are multiplied by ``attention_factor``.
 
     Args:
-        rope_type: one of these four.
+        rope_type: one of these five.
         factor: s, at least 1.
         original_max_position_embeddings: L. For all types except "linear".
-        length: n, for "dynamic". transformers takes the length of each call, with which the angles of keys in a cache
-            are no longer those of one pass over the text; here it is fixed.
+        length: n, for "dynamic" and "longrope". transformers takes the length of each call, with which the angles of
+            keys in a cache are no longer those of one pass over the text; here it is fixed.
         low_freq_factor, high_freq_factor: for "llama3".
         beta_fast, beta_slow: for "yarn". None: 32 and 1.
         truncate: for "yarn": round the first and last pair of the mean outwards. None: True.
-        attention_factor: for "yarn". None: 0.1 log(s) + 1.
+        attention_factor: for "yarn" and "longrope". None: 0.1 log(s) + 1, and for "longrope" sqrt(1 + log(s) / log(L)).
+        short_factor, long_factor: for "longrope": d/2 positive numbers each.
 
-    Sources: Chen et al. 2023, arXiv 2306.15595 (linear); Peng et al. 2023, arXiv 2309.00071 (NTK, YaRN); Llama 3.1.
+    Sources: Chen et al. 2023, arXiv 2306.15595 (linear); Peng et al. 2023, arXiv 2309.00071 (NTK, YaRN); Llama 3.1;
+        Ding et al. 2024, arXiv 2402.13753 (LongRoPE).
 
     Raises:
         ArgumentError: a field is missing, out of range, or not used by the type.
@@ -63,6 +69,8 @@ class RopeScaling:
     beta_slow: float | None = None
     attention_factor: float | None = None
     truncate: bool | None = None
+    short_factor: Sequence[float] | None = None
+    long_factor: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in _USED:
@@ -77,7 +85,8 @@ class RopeScaling:
                 f"RopeScaling: rope_type {self.rope_type!r} has no use for {', '.join(sorted(unused))}. It takes: "
                 f"{', '.join(('factor', *required, *optional))}."
             )
-        for name in (*given, "factor"):
+        self._read_factors()
+        for name in (*(given - {*_BY_PAIR}), "factor"):
             value, least = getattr(self, name), 1 if name == "factor" else 0
             if name != "truncate" and not (_is_number(value) and least <= value and value > 0):
                 raise ArgumentError(
@@ -87,11 +96,25 @@ class RopeScaling:
         if low is not None and high is not None and not low < high:
             names = "low_freq_factor < high_freq_factor" if self.rope_type == "llama3" else "beta_slow < beta_fast"
             raise ArgumentError(f"RopeScaling: required {names}, received {low} and {high}.")
-        if self.length is not None and self.length < (self.original_max_position_embeddings or 0):
+        if (
+            self.rope_type == "dynamic"
+            and self.length is not None
+            and self.length < (self.original_max_position_embeddings or 0)
+        ):
             raise ArgumentError(
                 f"RopeScaling: length must be at least {_ORIGINAL}={self.original_max_position_embeddings}, received "
                 f"{self.length}. Shorter texts need no scaling."
             )
+
+    def _read_factors(self) -> None:
+        """Make the factors of pairs tuples of numbers. Raises: ArgumentError for anything else."""
+        for name in _BY_PAIR:
+            value = getattr(self, name)
+            if value is not None and not (
+                isinstance(value, list | tuple) and all(_is_number(each) and each > 0 for each in value)
+            ):
+                raise ArgumentError(f"RopeScaling: {name} must be a list of numbers > 0, received {value!r}.")
+            object.__setattr__(self, name, None if value is None else tuple(value))
 
     @classmethod
     def from_config(
@@ -100,8 +123,8 @@ class RopeScaling:
         """The scaling of a config of transformers; None for rope_type "default".
 
         Args:
-            parameters: ``config.rope_parameters`` or, in earlier files, ``config.rope_scaling``. For "dynamic", add a
-                ``length``. ``rope_theta`` is passed over here: it is the base of ``Rotary``.
+            parameters: ``config.rope_parameters`` or, in earlier files, ``config.rope_scaling``. For "dynamic" and
+                "longrope", add a ``length``. ``rope_theta`` is passed over here: it is the base of ``Rotary``.
             max_position_embeddings: of the config; the length of training where the parameters name none.
 
         Raises:
@@ -121,7 +144,7 @@ class RopeScaling:
             raise unknown_name("RopeScaling.from_config", "rope_type", str(kind), ("default", *_USED))
         if kind != "linear" and max_position_embeddings is not None:
             given.setdefault(_ORIGINAL, max_position_embeddings)
-            if kind == "yarn":
+            if kind in ("yarn", "longrope"):
                 given.setdefault("factor", max_position_embeddings / given[_ORIGINAL])
         scales = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         if kind == "yarn" and all(scales) and "attention_factor" not in given:
@@ -136,7 +159,8 @@ class RopeScaling:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, as JSON values; ``from_config`` reads them."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -146,9 +170,18 @@ class RopeScaling:
     @property
     def amplitude(self) -> float:
         """The factor of rotated queries and keys."""
-        if self.rope_type != "yarn":
-            return 1.0
-        return _attention_factor(self.factor) if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rope_type == "longrope":
+            assert self.original_max_position_embeddings is not None
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+        return _attention_factor(self.factor) if self.rope_type == "yarn" else 1.0
+
+    @property
+    def by_pair(self) -> Sequence[float]:
+        """The factors of "longrope" that apply; none for other types."""
+        longer = (self.length or 0) > (self.original_max_position_embeddings or 0)
+        return (self.long_factor if longer else self.short_factor) or ()
 
     def frequencies(self, head_dim: int, base: float, device: torch.device) -> Tensor:
         """The angle per token of each pair, (d/2,) in radians, float64."""
@@ -161,6 +194,8 @@ class RopeScaling:
             longer = self.factor * self.length / trained - self.factor + 1
             return _frequencies(head_dim, base * longer ** (head_dim / (head_dim - 2)), device)
         frequency = _frequencies(head_dim, base, device)
+        if self.rope_type == "longrope":
+            return frequency / torch.tensor(self.by_pair, dtype=torch.float64, device=device)
         if self.rope_type == "llama3":
             assert self.low_freq_factor is not None
             assert self.high_freq_factor is not None
@@ -209,7 +244,8 @@ class Rotary(nn.Module):
     Source: Su et al. 2021, arXiv 2104.09864.
 
     Raises:
-        ArgumentError: head_dim is not even and positive, base <= 1, or a "dynamic" scaling is given for head_dim = 2.
+        ArgumentError: head_dim is not even and positive, base <= 1, or the scaling does not fit head_dim: "dynamic"
+            needs 4 or more, "longrope" a factor for each pair.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScaling | None = None) -> None:
@@ -220,6 +256,11 @@ class Rotary(nn.Module):
             raise ArgumentError(f"Rotary: base must be greater than 1, received {base}.")
         if scaling is not None and scaling.rope_type == "dynamic" and head_dim == 2:
             raise ArgumentError("Rotary: rope_type 'dynamic' needs head_dim of at least 4, received 2.")
+        if scaling is not None and scaling.rope_type == "longrope" and len(scaling.by_pair) != head_dim // 2:
+            raise ArgumentError(
+                f"Rotary: rope_type 'longrope' needs a factor for each of the {head_dim // 2} pairs of head_dim="
+                f"{head_dim}, received {len(scaling.by_pair)}."
+            )
         self.head_dim = head_dim
         self.base = base
         self.scaling = scaling
