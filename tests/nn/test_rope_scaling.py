@@ -148,7 +148,7 @@ def test_a_converted_phi_keeps_memories_where_its_angles_change() -> None:
     )  # fmt: skip
     model: Any = Phi3ForCausalLM(config).eval()
     tokens = torch.randint(2, 17, (2, 10))
-    found = RopeScaling.from_config(config.rope_parameters | {"length": 17}, max_position_embeddings=64)
+    found = RopeScaling.from_config({**(config.rope_parameters or {}), "length": 17}, max_position_embeddings=64)
     assert found is not None
     expected, amplitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=17)
     torch.testing.assert_close(found.frequencies(8, 1e4, torch.device("cpu")).float(), expected, rtol=2e-6, atol=0)

@@ -238,10 +238,12 @@ class _Generating(_ModelMixin):
             parent: Any = super()
             parent._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)
 
-    # generate looks for the name kwargs, and then also takes the arguments of forward
-    def prepare_inputs_for_generation(self, *inputs: Any, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+    # generate looks for the name model_kwargs, and then also takes the arguments of forward
+    def prepare_inputs_for_generation(
+        self, *inputs: Any, past_key_values: Any = None, **model_kwargs: Any
+    ) -> dict[str, Any]:
         parent: Any = super()
-        found = parent.prepare_inputs_for_generation(*inputs, past_key_values=past_key_values, **kwargs)
+        found = parent.prepare_inputs_for_generation(*inputs, past_key_values=past_key_values, **model_kwargs)
         # Phi 3 drops its cache where its rotary angles change (longrope), and reads the whole text again
         if isinstance(past_key_values, MemoryCache) and found.get("past_key_values") is None:
             found["past_key_values"] = MemoryCache()
