@@ -349,6 +349,7 @@ FOREIGN = {
     ("zonal.hf.distil", "**others"),
     ("zonal.hf.modeling", "**others"),
     ("zonal.hf.attending", "**others"),
+    ("zonal.hf.swap", "**model_kwargs"),
     ("zonal.hf.swap", "**others"),
     ("zonal.names", "**given"),
 }
