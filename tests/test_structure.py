@@ -36,7 +36,6 @@ FLOORS = {
     "names": 1,
     "typed": 1,
     "formula": 1,
-    "torch_func": 1,
     "tracing": 1,
     "device_memory": 1,
     "store": 1,
@@ -44,6 +43,7 @@ FLOORS = {
     "cache": 1,
     "limits": 1,
     "errors": 0,
+    "torch_func": 0,
 }
 # who may import the public face, `zonal` itself: it loads everything up to attention
 ABOVE_THE_FACE = {"cli", "__main__"}

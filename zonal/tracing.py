@@ -1,9 +1,17 @@
-"""Marks that torch.compile reads, made without importing the compiler: that takes as long as importing torch itself."""
+"""What is marked for torch.compile, and tensors that outlive a trace.
 
-from collections.abc import Callable
+The marks are made without importing the compiler: that takes as long as importing torch itself.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zonal import torch_func
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -19,4 +27,42 @@ def untraced(function: _Function) -> _Function:
     return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
-__all__ = ["constant", "untraced"]
+@contextlib.contextmanager
+def concrete() -> Iterator[None]:
+    """Tensors made here hold numbers, on the CPU where no device is named, and later calls may use them.
+
+    This is so also while torch exports a program (its graph then holds the numbers), in inference mode, and under
+    ``torch.device("meta")``.
+    """
+    with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def in_a_mode() -> bool:
+    """Whether a dispatch mode is at work, such as fake tensors or torch.export's tracer: tensors may lack numbers."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
+def traced() -> bool:
+    """Whether torch traces or transforms: a tensor made now belongs to that trace and must not be kept."""
+    return torch.compiler.is_compiling() or in_a_mode() or torch_func.active()
+
+
+def kept(function: _Function) -> _Function:
+    """Keeps the last 64 results of a function that makes tensors; ``traced`` calls make their own."""
+
+    @functools.lru_cache(maxsize=64)
+    def keep(*given: object) -> object:
+        with concrete():
+            return function(*given)
+
+    @functools.wraps(function)
+    def call(*given: object) -> object:
+        if traced():
+            return function(*given)
+        return keep(*given)
+
+    return call  # type: ignore[return-value]
+
+
+__all__ = ["concrete", "constant", "in_a_mode", "kept", "traced", "untraced"]

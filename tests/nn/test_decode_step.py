@@ -11,7 +11,6 @@ import zonal
 from zonal import mechanisms as m
 from zonal import nn
 from zonal.errors import ArgumentError
-from zonal.features import symmetric
 
 DIM = 24
 LAYERS: dict[str, Callable[[], nn.TokenMixer]] = {
@@ -104,17 +103,6 @@ def test_a_compiled_step_is_one_graph(name: str) -> None:
         y, state = compiled(x, state)
         expected, decoder = layer(x, decoder)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_an_export_leaves_no_tensor_of_its_own_behind() -> None:
-    """Weights of features that were first made in a trace are not kept for eager calls."""
-    symmetric._kept_powers.cache_clear()
-    symmetric._kept_weights.cache_clear()
-    layer, memory, step = started("sko", read=0)
-    run = exported(step, tokens(2, 1), step.state(memory))
-    follows(run, layer, memory, step)
-    follows(step, layer, memory, step)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zonal.tracing import constant
+from zonal.tracing import constant, kept
 
 
 def _step(k: int, q: int) -> tuple[Fraction, Fraction]:
@@ -40,20 +40,13 @@ def _monomial_rows(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     return _monomials(degree, q)
 
 
+@kept
 def to_monomials(degree: int, q: int) -> Tensor:
     """The matrix (degree + 1, degree + 1) whose row k holds the monomial coefficients of R_k.
 
     Made in exact rational arithmetic: float64 rounding happens once, at the end.
     """
-    if torch.compiler.is_compiling():
-        return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
-    return _monomial_matrix(degree, q)
-
-
-@functools.lru_cache(maxsize=64)
-def _monomial_matrix(degree: int, q: int) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be kept for a later backward pass
-        return torch.tensor(_monomials(degree, q), dtype=torch.float64)
+    return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
 
 
 def gates(degrees: Tensor, count: int) -> Tensor:
@@ -61,17 +54,10 @@ def gates(degrees: Tensor, count: int) -> Tensor:
     return (degrees[:, None] - torch.arange(count, dtype=degrees.dtype, device=degrees.device) + 1).clamp(0, 1)
 
 
+@kept
 def constant_gates(degrees: tuple[float, ...], count: int) -> Tensor:
     """``gates`` of degrees that are not learned, float64."""
-    if torch.compiler.is_compiling():
-        return gates(torch.tensor(degrees, dtype=torch.float64), count)
-    return _constant_gates(degrees, count)
-
-
-@functools.lru_cache(maxsize=64)
-def _constant_gates(degrees: tuple[float, ...], count: int) -> Tensor:
-    with torch.inference_mode(False):
-        return gates(torch.tensor(degrees, dtype=torch.float64), count)
+    return gates(torch.tensor(degrees, dtype=torch.float64), count)
 
 
 def basis(x: Tensor, count: int, q: int) -> list[Tensor]:

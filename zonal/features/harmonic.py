@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import require
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
-from zonal.tracing import constant
+from zonal.tracing import concrete, constant
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
 
     Twice as many points as needed give a good condition number. They are numbers also within a trace of torch.export.
     """
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with concrete():
         points = Source(0, dim, 1, None).units(f"harmonics {k}", 2 * size)[0]
         values, vectors = torch.linalg.eigh(gegenbauer.basis(points @ points.mT, k + 1, dim - 1)[k])
         return points, vectors[:, -size:] * values[-size:].rsqrt()

@@ -5,7 +5,6 @@ D) and u uniform on [0, r), the cells floor((x.w + u)/r) of x and y are equal wi
 over u.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
+from zonal.tracing import concrete
 
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
@@ -42,14 +42,14 @@ class Function(NamedTuple):
     width: float = 1.0
 
 
-@functools.lru_cache(maxsize=64)
 def drawn(dim: int, tables: int, count: int, seed: int) -> Drawn:
     """The same numbers for the same arguments."""
-    generator = torch.Generator().manual_seed(seed)
-    return Drawn(
-        torch.randn(dim, tables * count, generator=generator, dtype=torch.float32),
-        torch.rand(tables * count, generator=generator, dtype=torch.float32),
-    )
+    with concrete():
+        generator = torch.Generator().manual_seed(seed)
+        return Drawn(
+            torch.randn(dim, tables * count, generator=generator, dtype=torch.float32),
+            torch.rand(tables * count, generator=generator, dtype=torch.float32),
+        )
 
 
 def spaces(score: Score) -> int:

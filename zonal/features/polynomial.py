@@ -1,6 +1,5 @@
 """Polynomial kernels of q . k with exact features: polynomial links, the Taylor polynomial of exp, the square."""
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from zonal.algebra.declaration import require
 from zonal.algebra.link import Link
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
 from zonal.features.symmetric import SymmetricPowers
+from zonal.tracing import kept
 
 _ROUNDING = 1e-12
 
@@ -119,9 +119,9 @@ class Polynomial(FeatureMap):
         if all(self._kept):
             return self.powers.vjp(x, grad)
         sizes, at, parts = self.powers.sizes(x.shape[-1]), 0, []
-        for size, kept in zip(sizes, self._kept, strict=True):
-            parts.append(grad[..., at : at + size] if kept else grad.new_zeros(*grad.shape[:-1], size))
-            at += size if kept else 0
+        for size, some in zip(sizes, self._kept, strict=True):
+            parts.append(grad[..., at : at + size] if some else grad.new_zeros(*grad.shape[:-1], size))
+            at += size if some else 0
         return self.powers.vjp(x, torch.cat(parts, -1))
 
 
@@ -147,20 +147,11 @@ def _minimum(coefficients: tuple[float, ...], anywhere: bool) -> float:
     return float(min(p(x) for x in [*turning, -1.0, 1.0]))
 
 
+@kept
 def _spread(coefficients: tuple[float, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Each coefficient repeated over the features of its power."""
-    if torch.compiler.is_compiling():  # a tensor of a trace must not be kept
-        return _spread_from(coefficients, dim, dtype, device)
-    return _kept_spread(coefficients, dim, dtype, device)
-
-
-def _spread_from(coefficients: tuple[float, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     spread = [c for k, c in enumerate(coefficients) if c != 0 for _ in range(math.comb(dim + k - 1, k))]
-    with torch.inference_mode(False):  # kept for later calls, which may record a graph
-        return torch.tensor(spread, dtype=torch.float64).to(device, dtype)
-
-
-_kept_spread = functools.lru_cache(maxsize=64)(_spread_from)
+    return torch.tensor(spread, dtype=torch.float64).to(device, dtype)
 
 
 __all__ = ["Polynomial", "square", "taylor_exp"]

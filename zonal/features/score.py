@@ -12,6 +12,7 @@ from zonal.algebra.score import FeatureLayer, Params, Score, unit
 from zonal.algebra.score.feature_layer import underflow_error
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
+from zonal.tracing import concrete, constant
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,16 @@ class Features(Score):
         return (self.move("approximation", name, f"the kernel is meant, not exact ({claim.kind}): {claim.text}"),)
 
 
-@functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
+@constant
 def _drawn(score: Features) -> dict[str, Tensor]:
+    return _made(score)
+
+
+@functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
+def _made(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
-    # kept: for models beside one of shapes alone, and for calls with gradients
-    with torch.device("cpu"), torch.inference_mode(False):
+    with concrete():
         return score.features.start(score.dim, score.heads, seed=score.seed or 0)
 
 

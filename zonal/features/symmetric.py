@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
-from zonal.tracing import constant
+from zonal.tracing import constant, kept
 
 
 @dataclass(frozen=True)
@@ -174,19 +174,11 @@ def _square_vjp(x: Tensor, grad: Tensor) -> Tensor:
     return dx
 
 
+@kept
 def _power_of(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
     """Which power each feature belongs to, counted from ``lowest``."""
-    if torch.compiler.is_compiling():  # a tensor of a trace must not be kept
-        return _powers_from(dim, lowest, degree, device)
-    return _kept_powers(dim, lowest, degree, device)
-
-
-def _powers_from(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
     sizes = SymmetricPowers(degree, lowest).sizes(dim)
     return torch.cat([torch.full((size,), power, dtype=torch.int64, device=device) for power, size in enumerate(sizes)])
-
-
-_kept_powers = functools.lru_cache(maxsize=64)(_powers_from)
 
 
 def _size(dim: int, degree: int) -> int:
@@ -215,15 +207,9 @@ def _constant_weights(dim: int, degree: int) -> tuple[float, ...]:
     return _weights(dim, degree)
 
 
+@kept
 def _cast_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():
-        return torch.tensor(_constant_weights(dim, degree), dtype=dtype, device=device)
-    return _kept_weights(dim, degree, dtype, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(_weights(dim, degree), dtype=dtype, device=device)
+    return torch.tensor(_constant_weights(dim, degree), dtype=dtype, device=device)
 
 
 def _write_powers(x: Tensor, out: Tensor, degree: int) -> None:

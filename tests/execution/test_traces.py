@@ -1,0 +1,60 @@
+"""What is made while torch traces a call stays in that trace; later calls make their own, and graphs hold numbers."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import zonal
+from zonal import Operator, anchor
+from zonal import mechanisms as m
+from zonal.algebra.hashing import LSH
+
+SPARSE = "sparse"
+NAMES = [SPARSE, "performer", "slay(scale='small')", "squared_affine", "polynomial_square(degree=2)"]
+SIZES = itertools.count(17)
+"""Sizes of heads that no other call has: what is kept for them has not been made yet."""
+
+
+def call_of(name: str, dim: int) -> tuple[Operator, str, list[Tensor]]:
+    """An operator that divides by the sum of its row, so that values of one give one; its path; q, k and v."""
+    operator = m.resolve("softmax" if name == SPARSE else name)
+    if name == SPARSE:
+        operator = operator.replace(anchor=anchor.TopK(4, LSH(tables=3, bits=2, reach=4, window=3)))
+    return (
+        operator,
+        "sparse" if name == SPARSE else "chunked",
+        [*torch.randn(2, 1, 2, 40, dim), torch.ones(1, 2, 40, 3)],
+    )
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_are_not_kept(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZONAL_KERNELS", kernels)
+    operator, path, tensors = call_of(name, next(SIZES))
+    # some checks of a call ask for numbers, which fake tensors do not have
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(DataDependentOutputException):
+        zonal.attention(*tensors, operator, causal=True, path=path)
+    y = zonal.attention(*tensors, operator, causal=True, path=path)
+    torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "sko(degrees=(3.,))"])
+def test_an_exported_call_holds_its_numbers(name: str) -> None:
+    """The program gives what the call gives, each time, and leaves nothing to later calls."""
+    operator, path, (q, k, _) = call_of(name, next(SIZES))
+
+    class Call(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return zonal.attention(q, k, v, operator, causal=True, path=path)
+
+    tensors = (q, k, torch.randn(1, 2, 40, 3))
+    program = torch.export.export(Call(), tensors, strict=False).module()
+    expected = Call()(*tensors)
+    assert expected.abs().amax() > 0.1
+    for _ in range(2):
+        torch.testing.assert_close(program(*tensors), expected, rtol=1e-4, atol=1e-5)
