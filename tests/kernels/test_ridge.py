@@ -76,8 +76,21 @@ def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
 
 
+ROUNDINGS = {"short chunks": 2 * 24 * 10}
+"""How many roundings of a result's largest entry are allowed, where more than 64.
+
+The first rows already see a chunk of n = 24 keys with |k| <= 1. There P, about 1 / (rho + n), is a difference of
+numbers of size 1 / rho = 10, and each of the power + 1 = 2 products with P loses up to n / rho roundings. Without
+chunks the largest rows see a few keys.
+"""
+
+
 def assert_as_good(
-    got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32
+    got: list[Tensor],
+    other: list[Tensor],
+    truth: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+    roundings: float = 64,
 ) -> None:
     """At most twice the error of torch's blocks in the same precision, and a floor: P starts at 1 / rho = 10, and sums
     over heads may cancel.
@@ -89,7 +102,8 @@ def assert_as_good(
             continue
         size = max(1.0, t.abs().max().item())
         error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
-        floor = 64 * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
+        terms = got[0][..., 0].numel() ** 0.5 if index > 3 else 1
+        floor = roundings * terms * torch.finfo(torch.float32).eps * size
         floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
         assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
 
@@ -125,7 +139,8 @@ def test_kernel_equals_definition(
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called == ["kernel"]
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
-    assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth, dtype)
+    other = everything(operator, data, data.run(operator, "chunked"))
+    assert_as_good(got, other, truth, dtype, ROUNDINGS.get(name, 64))
     assert called == ["kernel"]
 
 
