@@ -48,10 +48,10 @@ class Term(NamedTuple):
 class Activation(NamedTuple):
     """Features gain g(z_i) of a vector u, z_i = factor w_i . u + offset - norm |u|^2: ``count`` of them.
 
-    function: g. start: w_i are the rows of a matrix from this one on.
+    function: g. start: w_i are the rows of a matrix from this one on; without a matrix w_i . u is u_i.
     """
 
-    function: Literal["exp", "square"]
+    function: Literal["exp", "square", "elu1", "relu", "silu"]
     start: int
     count: int
     factor: float = 1.0

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -49,6 +50,9 @@ KINDS: dict[str, Callable[[], Operator]] = {
         anchor.Row(),
     ),
     "linear": m.linear,
+    "linear-relu": lambda: m.linear().replace(score=score.Dot(map="relu")),
+    "linear-silu-count": lambda: Operator(score.Dot(map="silu"), link.Identity(), anchor.Count()),
+    "linear squared": lambda: m.linear().replace(link=link.SquaredAffine(bias=0.3)),
     "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
     "retention": m.retention,
     "retention-strict": lambda: m.retention().replace(
@@ -180,6 +184,23 @@ def test_features_are_those_of_memories(degree: int, dim: int) -> None:
             x, x, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, size, 1), 0, torch.zeros(1, dtype=torch.int64)
         )
         assert torch.allclose(state.flatten(), features(x).flatten(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("elu1", 1e-6), ("relu", 0.0), ("silu", 1e-6)])
+def test_elementwise_features_over_their_range(
+    name: Literal["elu1", "relu", "silu"], allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state after one token with the value 1, which torch does not prepare; NaN and infinity as in torch."""
+    operator = Operator(score.Dot(map=name), link.Identity(), anchor.Count())
+    monkeypatch.setattr(score.Dot, "prepare_key", lambda *_: pytest.fail("prepared by torch"))
+    x = torch.cat([torch.linspace(-80, 80, 997), torch.tensor([0.0, -0.0, torch.inf, torch.nan])])
+    decoder = Memory.empty(operator, 1, 1, x.shape[0], 1).decoder()
+    with torch.no_grad():
+        decoder.step(x.view(1, 1, 1, -1), x.view(1, 1, 1, -1), torch.ones(1, 1, 1, 1))
+    found, wide = decoder.memory().state.flatten().double(), x.double()  # type: ignore[attr-defined]
+    # elu(x) + 1 rounds e^x to a multiple of 1e-16
+    exact = wide.clamp(max=0).exp() + wide.relu() if name == "elu1" else getattr(torch.nn.functional, name)(wide)
+    assert torch.allclose(found, exact, rtol=allowed, atol=0, equal_nan=True)
 
 
 @torch.no_grad()

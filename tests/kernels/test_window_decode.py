@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C+
 
 FARS = (
     "hedgehog(size=6)", "hedgehog(size=10, activation='exp')", "performer(draws=7)", "slay(scale='small')",
-    "squared_affine(learn_bias=True)", "polynomial_square(degree=4)",
+    "squared_affine(learn_bias=True)", "polynomial_square(degree=4)", "linear",
 )  # fmt: skip
 # (heads, key heads, key dim, value dim), window, first
 SHAPES = {
@@ -236,12 +236,12 @@ def test_who_is_refused(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         missing(frozen, key_bias=torch.zeros(2, 2, 1))
         missing(frozen, key_padding_mask=torch.ones(2, 1, dtype=torch.bool))
-    linear = operator("linear")
-    assert "neither a dot product nor made of features of one layer" in told(linear)
+    unknown = operator("slay(scale='small', fusion='hadamard')")
+    assert "neither a dot product nor made of features of one layer" in told(unknown)
     cosine = frozen.replace(score=score.Cosine())
     assert "not the exponential of a plain dot product" in told(cosine)
     with torch.no_grad():
-        missing(linear)
+        missing(unknown)
         missing(cosine)
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in told(op)

@@ -69,11 +69,14 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
 def side_by_side(layers: Sequence[FeatureLayer]) -> FeatureLayer:
     """The features of several layers, each of a matrix of its own, in one layer."""
     activations: list[Activation] = []
+    weights: list[Tensor] = []
     rows = 0
     for layer in layers:
+        assert layer.weight is not None
         activations += [each._replace(start=each.start + rows) for each in layer.activations]
+        weights.append(layer.weight)
         rows += layer.weight.shape[1]
-    return FeatureLayer(tuple(activations), torch.cat([layer.weight for layer in layers], 1))
+    return FeatureLayer(tuple(activations), torch.cat(weights, 1))
 
 
 def product(left: FeatureLayer, nodes: Sequence[FeatureLayer]) -> FeatureLayer:

@@ -134,7 +134,7 @@ class Decoder:
             call.point(name, x)
         for name, layer in () if maps is None else maps._asdict().items():
             call.set({f"{name}.{key}": value for key, value in _sizes(layer).items()})
-            call.point(f"{name}.weight", layer.weight.mT)
+            call.point(f"{name}.weight", None if layer.weight is None else layer.weight.mT)
             call.point_at_bytes(f"{name}.blocks", blocks_of(layer.activations))
         if window is not None:
             call.set({"window": window.size, "first": window.first, "key_scale": window.key_scale})
@@ -229,7 +229,7 @@ def _width(layer: FeatureLayer) -> int:
 
 def _sizes(layer: FeatureLayer) -> Mapping[str, int]:
     """What the kernel's ``Map`` says of a layer besides its matrix and functions."""
-    heads, rows, _ = layer.weight.shape
+    heads, rows = (1, 0) if layer.weight is None else layer.weight.shape[:2]
     return {
         "heads": heads, "rows": rows, "count": len(layer.activations),
         "made": sum(each.count for each in layer.activations), "unit": layer.unit, "softmax": layer.softmax,

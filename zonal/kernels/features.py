@@ -16,7 +16,7 @@ from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, only_first
 
 FAMILY = Family("features", FORMULAS["identity"], cuda=False)
-_KINDS = {"exp": 0, "square": 1}
+_KINDS = {"exp": 0, "square": 1, "elu1": 2, "relu": 3, "silu": 4}
 _BLOCK = abi.Struct("activations.hpp", "Block")
 _LAYER = abi.Struct("features.cpp", "Layer", {
     "x": "B H T D", "weight": "heads rows D", "dy": "B H T F", "y": "B H T F", "dx": "B H T D",
@@ -114,8 +114,11 @@ features = Op(
 def made(x: Tensor, layer: FeatureLayer) -> Tensor:
     """The numbers that the features of x (B, H, T, D) are made of: the features themselves where ``layer.left`` is 0.
 
+    layer: with a matrix. Without one torch is as fast.
+
     Raises: ArgumentError where all features of some vector are 0 and may not be.
     """
+    assert layer.weight is not None
     spec = FeaturesSpec(layer.activations, layer.unit, layer.softmax)
     y, lost = features(FeaturesInputs(x, layer.weight.float()), spec)
     if layer.name and not torch.compiler.is_compiling() and bool(lost):

@@ -24,7 +24,7 @@ from zonal.algebra.declaration import (
 )
 from zonal.algebra.metric import DotReduction, Euclidean, Metric, Riemannian
 from zonal.algebra.score.feature_layer import FeatureLayer
-from zonal.formula import Term
+from zonal.formula import Activation, Term
 
 Params = dict[str, Tensor]
 
@@ -300,6 +300,12 @@ class Dot(Score):
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         return Fused(False, self._scale(dim, scale)) if self.keeps_keys else None
+
+    def layers(self, dim: int, params: Params, scale: float | None) -> tuple[FeatureLayer, FeatureLayer] | None:
+        if self.map == "none" or self.factor is not None or self.key_limit is not None:
+            return None
+        layer = FeatureLayer((Activation(self.map, 0, dim),), None)
+        return layer.scaled(self._scale(dim, scale)), layer
 
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":

@@ -13,15 +13,15 @@ class FeatureLayer(NamedTuple):
     """Features of a raw vector x as the kernel of features computes them: g_i(w_i . u), with u = x, or x / |x| if
     ``unit``.
 
-    activations: the functions g_i, in runs of equal ones. weight: (H or 1, n, D), the rows w_i. softmax: instead, the
-    softmax over all arguments of g, times its gain.
+    activations: the functions g_i, in runs of equal ones. weight: (H or 1, n, D), the rows w_i; None: w_i . u is u_i.
+    softmax: instead, the softmax over all arguments of g, times its gain.
     left, nodes: where left > 0, these numbers are [a, b_1, …, b_nodes] with ``left`` of them in a, and the features are
     the products a ⊗ b_1, …, a ⊗ b_nodes. name: of the feature map, where it is an error that all features of a vector
     are 0.
     """
 
     activations: tuple[Activation, ...]
-    weight: Tensor
+    weight: Tensor | None
     unit: bool = False
     softmax: bool = False
     left: int = 0

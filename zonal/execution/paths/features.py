@@ -16,7 +16,12 @@ def layers_of(call: Call) -> Layers | None:
         return None
     if FAMILY.refusal("cpu", call.coefficients.dtype, lambda: None) is not None:
         return None
-    return call.bound.score.layers(call.head_dim, call.bound.score_params, call.raw.scale)
+    return with_matrix(call.bound.score.layers(call.head_dim, call.bound.score_params, call.raw.scale))
+
+
+def with_matrix(layers: Layers | None) -> Layers | None:
+    """Layers that the kernel for features makes. Of many tokens torch applies a plain elementwise function as fast."""
+    return None if layers is None or layers[0].weight is None else layers
 
 
 def made_by(layers: Layers, call: Call) -> Prepared:
@@ -32,4 +37,4 @@ def prepared(call: Call) -> Prepared:
     return call.tokens if layers is None or layers[0].left else made_by(layers, call)
 
 
-__all__ = ["Layers", "layers_of", "made_by", "prepared"]
+__all__ = ["Layers", "layers_of", "made_by", "prepared", "with_matrix"]

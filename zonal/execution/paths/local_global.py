@@ -20,6 +20,7 @@ from zonal.algebra.score import Fused
 from zonal.execution.call import Call, check_memory, tail
 from zonal.execution.paths import tile
 from zonal.execution.paths.documents import by_document
+from zonal.execution.paths.features import with_matrix
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels.features import FAMILY as FEATURES
@@ -188,7 +189,7 @@ def _prepared(far: Far, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     dim, score = q.shape[-1], far.bound.score
     layers = None
     if FEATURES.refusal(q.device.type, q.dtype, lambda: None) is None:
-        layers = score.layers(dim, far.bound.score_params, None)
+        layers = with_matrix(score.layers(dim, far.bound.score_params, None))
     if layers is None or layers[0].left:  # those that are products stay products only in a call of their own
         return far.queries(q), far.keys(k)
     return made(q, layers[0].scaled_input(dim**0.25)), made(k, layers[1].scaled_input(dim**-0.25))

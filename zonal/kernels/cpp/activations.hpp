@@ -1,11 +1,12 @@
-// The functions of feature maps of one layer: exponentials and squares of products with a matrix.
+// The functions of feature maps of one layer: exponentials and squares of products with a matrix, and elementwise
+// functions without one.
 
 #include "common.hpp"
 
 extern "C" {
 
 // ``count`` features gain g(z), z = factor w_i . u + offset - norm |u|^2, by the function ``kind`` (enum Kind), of the
-// rows w_i of a matrix from ``start`` on.
+// rows w_i of a matrix from ``start`` on. Without a matrix w_i . u is u_i.
 struct Block {
   int64_t kind, start, count;
   float factor, norm, offset, gain;
@@ -14,7 +15,7 @@ struct Block {
 
 namespace {
 
-enum Kind { EXP = 0, SQUARE = 1 };
+enum Kind { EXP = 0, SQUARE = 1, ELU1 = 2, RELU = 3, SILU = 4 };
 
 // e^x to two units in the last place; it overflows to infinity, and underflows through denormal numbers
 inline V exponential(V x) {
@@ -29,7 +30,11 @@ inline V exponential(V x) {
 
 template <int KIND>
 INLINE V activated(V z) {
-  return KIND == EXP ? exponential(z) : z * z;
+  if (KIND == EXP) return exponential(z);
+  if (KIND == SQUARE) return z * z;
+  if (KIND == ELU1) return exponential(least(z, V{})) + most(V{}, z);  // e^z below 0, 1 + z above
+  if (KIND == RELU) return most(z, V{});
+  return z / (1.f + exponential(-z));
 }
 
 }  // namespace

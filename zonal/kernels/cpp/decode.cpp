@@ -22,10 +22,10 @@ constexpr int64_t TEAM = 1 << 16;  // numbers of states and windows from which o
 
 extern "C" {
 
-// A feature map of one layer, or none where weight is null: its ``made`` numbers are gain g(z), or gain times the
+// A feature map of one layer, or none where blocks is null: its ``made`` numbers are gain g(z), or gain times the
 // softmax of all z. With left > 0 they are [a, b_1, ..., b_nodes], ``left`` of them in a, and the features are the
-// products of a with each b_i. weight (heads, D, rows): the matrix, transposed. unit: of x / |x|. guarded: it is an
-// error that all features are 0.
+// products of a with each b_i. weight (heads, D, rows): the matrix, transposed; null where z is made of the vector
+// itself. unit: of x / |x|. guarded: it is an error that all features are 0.
 struct Map {
   const float* weight;
   const Block* blocks;
@@ -222,6 +222,16 @@ void read(const S* rows, int64_t width, int64_t count, const float* q, float* su
 
 // ---- feature maps of one layer --------------------------------------------------------------------------------------
 
+// f(kind as a constant)
+template <typename Function>
+INLINE void with_kind(int64_t kind, const Function& f) {
+  if (kind == EXP) f(std::integral_constant<int, EXP>());
+  else if (kind == SQUARE) f(std::integral_constant<int, SQUARE>());
+  else if (kind == ELU1) f(std::integral_constant<int, ELU1>());
+  else if (kind == RELU) f(std::integral_constant<int, RELU>());
+  else f(std::integral_constant<int, SILU>());
+}
+
 // places for the numbers of a map, which are written vector by vector
 inline int64_t places(const Map& map) { return up(map.made, 16) + 16; }
 
@@ -229,10 +239,13 @@ inline int64_t places(const Map& map) { return up(map.made, 16) + 16; }
 // room (up(D, 16) + rows).
 template <typename T>
 bool apply(const Decoder& c, const Map& map, int64_t kv, const T* row, float factor, float* room, float* out) {
-  float *u = room, *z = room + up(c.D, 16), square = 0.f;
+  float *u = room, *z = u, square = 0.f;
   widen(row, c.D, map.unit ? inverse_norm(row, c.D) : factor, u);
-  clear(z, map.rows);
-  read(map.weight + kv * map.heads / c.Hkv * c.D * map.rows, map.rows, c.D, u, z);
+  if (map.weight != nullptr) {
+    z = room + up(c.D, 16);
+    clear(z, map.rows);
+    read(map.weight + kv * map.heads / c.Hkv * c.D * map.rows, map.rows, c.D, u, z);
+  }
   float* to = out;
   for (int64_t k = 0; k < map.count; to += map.blocks[k++].count) {
     const Block& block = map.blocks[k];
@@ -241,10 +254,10 @@ bool apply(const Decoder& c, const Map& map, int64_t kv, const T* row, float fac
     for (int64_t i = 0; i < block.count; ++i) to[i] = block.factor * z[block.start + i] + shift;
     if (map.softmax) continue;
     // the last vector ends behind the block, where the next one is written later
-    for (int64_t i = 0; i < block.count; i += L) {
-      const V x = load(to + i);
-      store(to + i, block.gain * (block.kind == EXP ? activated<EXP>(x) : activated<SQUARE>(x)));
-    }
+    with_kind(block.kind, [&](auto kind) {
+      for (int64_t i = 0; i < block.count; i += L)
+        store(to + i, block.gain * activated<decltype(kind)::value>(load(to + i)));
+    });
   }
   if (map.softmax) {
     std::fill(to, out + up(map.made, L), -std::numeric_limits<float>::infinity());
@@ -499,7 +512,7 @@ int run(const Decoder& c, const Step& step) {
     for (int64_t i = 0; i < tasks; ++i) append<T>(c, step, i);
   float* made = nullptr;
   const int64_t each = step.T * (places(c.key) + c.H / c.Hkv * places(c.query));
-  if (c.query.weight != nullptr) {  // all of them before a state is changed: a step that is refused changes none
+  if (c.query.blocks != nullptr) {  // all of them before a state is changed: a step that is refused changes none
     try {
       scratch.begin(tasks * each);
     } catch (const std::bad_alloc&) {
@@ -507,7 +520,7 @@ int run(const Decoder& c, const Step& step) {
     }
     made = scratch.take(tasks * each);
     std::atomic<bool> good{true};
-    const bool team = c.B * c.H * step.T * c.D * c.query.rows > 4 * TEAM;
+    const bool team = c.B * c.H * step.T * c.D * std::max<int64_t>(c.query.rows, 1) > 4 * TEAM;
     const int failed = each_short_task<Scratch>(tasks, team, [&](int64_t i, Scratch& own) {
       if (!layers<T>(c, step, i, made + i * each, own)) good = false;
     });
