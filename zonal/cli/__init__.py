@@ -1,5 +1,5 @@
-"""The command line: ``zonal compare``, ``train``, ``generate``, ``convert``, ``tasks``, ``report``, ``search``,
-``explain``, ``influence``, ``build``, ``bench`` and ``demo``.
+"""The command line: ``zonal compare``, ``train``, ``generate``, ``convert``, ``tokenizer``, ``tasks``, ``report``,
+``search``, ``explain``, ``influence``, ``build``, ``bench`` and ``demo``.
 
 Exit codes: 0 done; 1 some runs failed; 2 a mistake in the call or the data, told in one line; 130 stopped by Ctrl-C,
 with a line on how to go on; 141 when the reader of the output has gone.

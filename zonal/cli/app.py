@@ -38,6 +38,7 @@ COMMANDS = {
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
     "convert": Command("convert", "Convert", "give layers of a pre-trained model a constant memory"),
+    "tokenizer": Command("tokenizer", "TokenizerOptions", "learn a tokeniser from a text"),
     "tasks": Command("tasks", "Tasks", "list the tasks, or show what one asks"),
     "report": Command("report", "Report", "write the pages of comparisons and searches again, or pack one to keep"),
     "search": Command("search", "SearchOptions", "search over operators and parameters"),

@@ -1,24 +1,34 @@
-"""Text to token numbers and back: bytes, or GPT-2's byte-level byte-pair encoding.
+"""Text to token numbers and back: bytes, GPT-2's byte-level byte-pair encoding, or one that was trained on a text.
 
 Every tokeniser states how many bytes of UTF-8 each of its tokens stands for, so that losses per token can be compared
 across tokenisers as bits per byte. ``separator`` is the token put between two documents; it counts as one byte.
 """
 
 import hashlib
+import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers as tokenizers_library
 
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.store import read_json, understood, write_bytes
+from zonal.typed import made
 
 _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+
+
+SEPARATOR = "<|endoftext|>"
+_PARTS = ("model", "pre_tokenizer", "decoder")
 
 
 class Tokenizer(ABC):
@@ -78,7 +88,27 @@ class ByteTokenizer(Tokenizer):
         return bytes(self._checked(tokens)).decode("utf-8", errors="replace")
 
 
-class GPT2Tokenizer(Tokenizer):
+class _BytePairs(Tokenizer):
+    """Byte-level byte pairs by the library of that name; its vocabulary has one printable character a byte."""
+
+    _encoder: Any
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._encoder.get_vocab().items():
+            lengths[number] = len(token)
+        lengths[self.separator] = 1
+        return lengths
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoder.encode(text).ids, dtype=np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._encoder.decode(self._checked(tokens), skip_special_tokens=False)
+
+
+class GPT2Tokenizer(_BytePairs):
     """GPT-2's 50257 tokens. OpenAI's files (MIT licence) are shipped with this package. The separator is <|endoftext|>.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
@@ -104,20 +134,69 @@ class GPT2Tokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(b"gpt2 " + "".join(_GPT2_SHA256.values()).encode()).hexdigest()
 
-    @cached_property
-    def token_bytes(self) -> np.ndarray:
-        # the vocabulary is written with one printable character a byte
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._encoder.get_vocab().items():
-            lengths[number] = len(token)
-        lengths[self.separator] = 1
-        return lengths
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._encoder.encode(text).ids, dtype=np.int64)
+class FileTokenizer(_BytePairs):
+    """The byte pairs of a tokenizer.json, as ``train`` and the libraries of Hugging Face write them for GPT-2's kind.
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._encoder.decode(self._checked(tokens), skip_special_tokens=False)
+    Its name is the file's path. The separator is <|endoftext|>.
+
+    Raises: FileFormatError when the file is missing, or its tokeniser is of another kind or may lose text.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.name = self.path.as_posix()
+        stored = read_json(self.path)
+        with understood("tokenizer", self.path):
+            model, before, after = (made(Mapping[str, Any], stored[part], part) for part in _PARTS)
+            vocabulary = made(dict[str, int], model["vocab"], "vocab")
+            merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+            others = {token["content"] for token in stored["added_tokens"]} - {SEPARATOR}
+            suitable = (
+                [part["type"] for part in (model, before, after)] == ["BPE", "ByteLevel", "ByteLevel"]
+                and stored["normalizer"] is None
+                and not before["add_prefix_space"]
+                and not others
+                and {SEPARATOR, *tokenizers_library.pre_tokenizers.ByteLevel.alphabet()} <= set(vocabulary)
+                and sorted(vocabulary.values()) == list(range(len(vocabulary)))
+                and all(len(pair) == 2 and {*pair, "".join(pair)} <= set(vocabulary) for pair in merges)
+            )
+        if not suitable:
+            raise FileFormatError(
+                f"tokenizer: {self.path} must be byte-level BPE without a normaliser or a space before the text, with "
+                f"all 256 bytes, the token {SEPARATOR} and no other special tokens, so that no text is lost. "
+                "`zonal tokenizer` makes such a file."
+            )
+        self._encoder = tokenizers_library.ByteLevelBPETokenizer(vocabulary, merges)
+        self.separator = vocabulary[SEPARATOR]
+        self.vocab_size = len(vocabulary)
+        self._digest = hashlib.sha256(json.dumps([vocabulary, merges], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"byte pairs {self._digest}".encode()).hexdigest()
+
+
+def train(texts: Iterable[str], size: int, path: str | os.PathLike[str]) -> FileTokenizer:
+    """Learn ``size`` tokens of byte-level byte pairs from ``texts``, write them to the new file ``path`` (.json), and
+    open it.
+
+    The 256 bytes and <|endoftext|> are among the tokens. A pair that stands in the texts once makes no token, so a
+    short text gives fewer.
+
+    Raises: ArgumentError when size < 257, or the file exists or does not end with .json.
+    """
+    path = Path(path)
+    if size <= len(tokenizers_library.pre_tokenizers.ByteLevel.alphabet()):
+        raise ArgumentError(f"tokenizers.train: size must be at least 257, the bytes and a separator, got {size}.")
+    if path.suffix != ".json" or path.exists():
+        raise ArgumentError(f"tokenizers.train: a new file that ends with .json is required, got {path}.")
+    encoder = tokenizers_library.ByteLevelBPETokenizer()
+    encoder.train_from_iterator(
+        texts, vocab_size=size, min_frequency=2, special_tokens=[SEPARATOR], show_progress=False
+    )
+    write_bytes(path, encoder.to_str().encode("utf-8"))
+    return FileTokenizer(path)
 
 
 _TOKENIZERS: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
@@ -128,12 +207,19 @@ def names() -> tuple[str, ...]:
     return tuple(_TOKENIZERS)
 
 
-@cache
 def resolve(name: str) -> Tokenizer:
-    """The tokeniser called ``name``: "byte" or "gpt2". It is a constant, read from its files once.
+    """The tokeniser called ``name``: "byte", "gpt2", or the path of a tokenizer.json.
 
-    Raises: ArgumentError that lists the names and the nearest one.
+    Raises: ArgumentError that lists the names and the nearest one; FileFormatError for an unsuitable file.
     """
+    if name.endswith(".json"):
+        return FileTokenizer(name)
     if name not in _TOKENIZERS:
         raise unknown_name("tokenizers.resolve", "tokenizer", name, _TOKENIZERS)
+    return _shipped(name)
+
+
+@cache
+def _shipped(name: str) -> Tokenizer:
+    """A constant, read from its files once."""
     return _TOKENIZERS[name]()

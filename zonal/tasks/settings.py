@@ -13,7 +13,7 @@ class TaskSettings:
     data: Annotated[str | None, FileName()] = None
     """For text: a file, folder, pattern, tokenised corpus, hub:name[:split[:column]] or novel. None: novel."""
     tokenizer: str | None = None
-    """For text: the tokeniser, byte or gpt2. None: byte."""
+    """For text: the tokeniser, byte, gpt2, or a file that `zonal tokenizer` wrote. None: byte."""
     length: Annotated[int | None, TOKENS] = None
     """Tokens per sequence."""
     validation_fraction: Annotated[float | None, SHARE] = None

@@ -48,12 +48,12 @@ class Text(Task):
     """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…"
     (``zonal.data.open_source``).
 
-    tokenizer: "byte" or "gpt2"; None takes the corpus's own, or "byte" for text. length: tokens of a sequence.
-    validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from the start of the
-    validation part (rounded to whole windows, at least one); None takes all of it. max_bytes: read only so much of the
-    source. train_fraction: learn from so much of the training part, in bytes from its start, in (0, 1]; the validation
-    part stays the same. content: SHA-256 that the prepared tokens must have, as ``config`` records it, so that a run is
-    never resumed on a text that has changed.
+    tokenizer: "byte", "gpt2" or the path of a tokenizer.json; None takes the corpus's own, or "byte" for text. length:
+    tokens of a sequence. validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from
+    the start of the validation part (rounded to whole windows, at least one); None takes all of it. max_bytes: read
+    only so much of the source. train_fraction: learn from so much of the training part, in bytes from its start, in (0,
+    1]; the validation part stays the same. content: SHA-256 that the prepared tokens must have, as ``config`` records
+    it, so that a run is never resumed on a text that has changed.
 
     Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the
     epoch, and visits them in a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its
@@ -188,7 +188,7 @@ class Text(Task):
         }  # fmt: skip
 
     def describe(self) -> str:
-        kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}[self.tokenizer.name]
+        kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}.get(self.tokenizer.name, f"{self.vocab_size:,} token")
         evaluated = self._windows * self.length
         part = "" if self.train_fraction == 1 else f" ({self.train_fraction:.0%} of {self.split:,})"
         return (

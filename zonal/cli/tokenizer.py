@@ -1,0 +1,59 @@
+"""``zonal tokenizer``: learn a byte-level BPE tokeniser from a text."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from zonal.cli.options import shown
+from zonal.data import open_source, tokenizers
+from zonal.errors import ArgumentError
+from zonal.limits import SHARE, Between, FileName
+
+DESCRIPTION = """\
+Learn byte-level BPE tokens from a text and write them as a tokenizer.json, for `--tokenizer` of `zonal compare` and
+`zonal train`. The last part of the text is not read: it is what these commands hold out for validation.
+
+Examples:
+  zonal tokenizer --data my.txt --size 4096 --out bpe.json
+  zonal compare --task text --data my.txt --tokenizer bpe.json --operators softmax,sko"""
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """Learn a tokeniser from a text."""
+
+    data: Annotated[str, FileName()] = "novel"
+    """A file, folder, pattern, hub:name[:split[:column]] or novel."""
+    size: Annotated[int, Between(257, 2**24)] = 4096
+    """Number of tokens, the 256 bytes and the separator included."""
+    validation_fraction: Annotated[float, SHARE] = 0.1
+    """The share at the end of the text that is not read."""
+    out: Annotated[Path | None, shown("FILE", "required")] = None
+    """The file to write, which ends with .json."""
+
+
+def run(options: TokenizerOptions, command: str) -> int:
+    """Run the command. Returns 0."""
+    if options.out is None:
+        raise ArgumentError("tokenizer: --out is required: the file to write, such as bpe.json.")
+    source = open_source(options.data)
+    total = sum(len(piece.encode()) for document in source.documents() for piece in document)
+    left = int(total * (1 - options.validation_fraction))
+
+    def texts() -> Iterator[str]:
+        read = 0
+        for document in source.documents():
+            for piece in document:
+                read += len(piece.encode())
+                if read > left:
+                    yield piece.encode()[: left - read].decode(errors="ignore")
+                    return
+                yield piece
+
+    made = tokenizers.train(texts(), options.size, options.out)
+    sample = "".join(next(iter(source.documents())))[:100_000]
+    each = len(sample.encode()) / max(1, len(made.encode(sample)))
+    print(f"{options.out}: {made.vocab_size:,} tokens, learned from {left:,} bytes of {source.title}; "
+          f"{each:.2f} bytes a token at its start.")  # fmt: skip
+    return 0
