@@ -165,6 +165,25 @@ def test_scores_of_any_size_give_finite_outputs_and_gradients(size: float, path:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(y.square().sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("path", ["chunked", "streaming"])
+@torch.no_grad()
+def test_a_sum_that_cancels_before_the_window(path: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unit queries and keys with q . k = -b (1 + 0.003), so that (q . k + b)^2 nearly vanishes. Rounding of a memory's
+    terms is then about 1e-7 of 3e5, the bound of their sum, where the window's keys weigh 3: one or two hundredths."""
+    monkeypatch.setenv("ZONAL_KERNELS", kernels)
+    op, tokens = m.local_global(4, "squared_affine(bias=0.5)", weight=1000.0), 300
+    across = torch.nn.functional.normalize(drawn(1, 1, tokens, 6), dim=-1)
+    along = torch.full((1, 1, tokens, 1), -0.5 * (1 + 3e-3), dtype=torch.float64)
+    k, v = torch.cat([along, (1 - along.square()).sqrt() * across], -1), drawn(1, 1, tokens, 3, seed=2)
+    q = torch.zeros(1, 1, tokens, 7, dtype=torch.float64)
+    q[..., 0] = 1
+    memory: Memory = Memory.empty(op, 1, 1, 7, 3).absorb(*(x[:, :, :280].float() for x in (k, v)))
+    y, _ = zonal.attention(*(x[:, :, 280:].float() for x in (q, k, v)), op, causal=True, memory=memory, path=path)
+    truth = zonal.attention(q, k, v, op.double(), causal=True, path="dense")[:, :, 280:]
+    assert (y - truth).abs().max() < 0.05 * truth.abs().max()
+
+
 @pytest.mark.parametrize("path", ["dense", "chunked", "streaming"])
 def test_half_precision_rounds_once(path: str) -> None:
     op, (q, k, v) = operator().float(), [x.bfloat16() for x in inputs(60)]

@@ -16,7 +16,7 @@ from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.keys import key_dtype
 from zonal.memory.spans import Part
-from zonal.memory.sums import features_of, least_of, plus, total_of, with_mass
+from zonal.memory.sums import features_of, plus, total_of, with_mass
 from zonal.memory.tokens import Tokens, joined
 
 _LEAST = -80.0
@@ -112,9 +112,7 @@ class WindowedSums(Memory):
         near = met(wide, joined(self.opening, self.tokens))
         far, features = far_of(bound), features_of(self.operator, self.form.key_dim)
         asked = far.queries(wide)
-        beyond = total_of(asked, self.state, features, far.bound)
-        least = least_of(asked, self.state, features, far.bound)
-        return merged(near, beyond, far.weight, least).to(q.dtype)
+        return merged(near, total_of(asked, self.state, features, far.bound), far.weight).to(q.dtype)
 
     # --- verbs of two memories ----------------------------------------------------------------------------------------
 
@@ -315,13 +313,12 @@ def near_sums(score: Tensor, v: Tensor) -> State:
     return State(part @ v, part.sum(-1, keepdim=True), top)
 
 
-def merged(near: State, beyond: Tensor, weight: Tensor, least: Tensor | None = None) -> Tensor:
+def merged(near: State, beyond: Tensor, weight: Tensor) -> Tensor:
     """y (B, H, T, P) of the sums of a window and those before it, ``beyond`` (B, H, T, P + 1) = sum phi(q) . phi(k)
     [v, 1], whose factor is ``weight`` (H or 1,).
 
     Both are multiplied by e^-M, with M the larger one of the window's largest score and the logarithm of the other sum.
-    A sum before the window that is not positive counts as none. least: the smallest such sum that is trusted
-    (``least_of``). A row whose whole sum is less has cancelled to rounding and is NaN. Empty rows give 0.
+    A sum before the window that is not positive counts as none. Empty rows give 0.
     """
     beyond = beyond * weight.to(beyond).view(1, -1, 1, 1)
     mass = beyond[..., -1:]
@@ -331,8 +328,6 @@ def merged(near: State, beyond: Tensor, weight: Tensor, least: Tensor | None = N
     top = top.masked_fill(top == float("-inf"), 0)
     left, scale = (near.top - top).exp(), torch.where(some, -top, float("-inf")).exp()
     total, whole = left * near.total + scale * beyond[..., :-1], left * near.mass + scale * mass
-    if least is not None:
-        whole = whole.masked_fill(whole < scale * least * weight.to(beyond).view(1, -1, 1, 1), float("nan"))
     return torch.where(whole > 0, total / torch.where(whole > 0, whole, 1), whole)
 
 

@@ -33,7 +33,7 @@ from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
 from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
 from zonal.memory import Memory, Tokens, WindowedSums
-from zonal.memory.sums import least_of, with_mass
+from zonal.memory.sums import with_mass
 from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, taken
 
 _FEWEST = 32
@@ -199,8 +199,8 @@ def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     near = _banded(call, placed)
     if placed.opening is not None:
         near = Row().combine(near, _opened(call, placed, placed.opening), log=True)
-    beyond, state, least = _scanned(call, placed)
-    return merged(near, beyond, far_of(call.bound).weight, least), state
+    beyond, state = _scanned(call, placed)
+    return merged(near, beyond, far_of(call.bound).weight), state
 
 
 def _placed(call: Call) -> _Placed:
@@ -229,12 +229,11 @@ def _opened(call: Call, placed: _Placed, opening: Leaving) -> State:
     return met(placed.q, opening.opening, opening.place[:, None] <= until[:, None])
 
 
-def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sums before the window, (B, H, T, P + 1), with a memory the state after the keys that have left it, and the
-    smallest sums that are trusted."""
+def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
+    """Sums before the window, (B, H, T, P + 1), and with a memory the state after the keys that have left it."""
     far, memory, (batch, heads, queries, _, _, value_dim) = far_of(call.bound), placed.memory, call.shape
     if not placed.far.length:
-        return placed.q.new_zeros(batch, heads, queries, value_dim + 1), None, None
+        return placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
     features = feature_map(far.bound.link)
     assert features is not None
     dtype = placed.q.dtype if memory is None else torch.promote_types(placed.q.dtype, memory.form.statistics)
@@ -248,11 +247,7 @@ def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None, Tensor
         block_size(features, shape, memory is None), memory is not None,
     )  # fmt: skip
     total, final = scan(q, k, v, far.bound.coefficients.to(q), None, state, job)
-    least = None if state is None else least_of(q, state, features, far.bound)
-    if late < queries:
-        total = F.pad(total, (0, 0, queries - late, 0))
-        least = least if least is None or least.ndim == 0 else F.pad(least, (0, 0, queries - late, 0))
-    return total, final, least
+    return total if late == queries else F.pad(total, (0, 0, queries - late, 0)), final
 
 
 def _banded(call: Call, placed: _Placed) -> State:
