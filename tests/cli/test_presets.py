@@ -22,7 +22,6 @@ def options(words, command=compare):
 
 # SHA-256 of what each preset expands to: comparison.json's part, and the model that `zonal train` takes
 EXPANDED = {
-    "echo-1m": "e78b63e9f1cb3934",
     "echo-mqar": "b6a39dcd98afc997",
     "echo-table2": "a85f3cff479c3947",
     "echo-table3": "971ad2d1c42ff75a",
@@ -40,6 +39,7 @@ EXPANDED = {
     "slay-tasks": "9a758542db49c5dc",
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
+    "echo-1m": "95023f5b9016f416",
 }
 
 
