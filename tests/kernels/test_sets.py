@@ -1,20 +1,25 @@
 """Instruction sets: every family with each, how one is chosen, and that none runs where the processor lacks it."""
 
+import hashlib
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kernels.sets import TEST_SETS
 
 import zonal
+from zonal import Operator, anchor, hashing
 from zonal import mechanisms as m
 from zonal.execution.machine import typical_rates
+from zonal.execution.routes import ROUTES
 from zonal.formula import FORMULAS
 from zonal.kernels import build, choice, distance, ridge, sums, tile
 from zonal.kernels import native as native_kernels
@@ -154,6 +159,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = [str(each.message) for each in said]
     assert len(words) == 2
     assert "does not know AVX-512 BF16 (-march=x86-64-v4 -mavx512bf16)" in words[0]
+    assert "C++ AVX2 " in str(zonal.explain(m.softmax(), (1, 2, 512, 16), causal=True))
     compiler.write_text("#!/bin/sh\nexit 1\n")
     assert build.understands(str(compiler), build.SETS[-2])
 
@@ -164,6 +170,28 @@ def test_a_library_of_another_processor_is_not_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "make", lambda *_: pytest.fail("compiled"))
     with pytest.raises(build.BuildError, match=r"a kernel for AVX-512 is not loaded: .*does not report .*avx512f"):
         native_kernels.load(EXP, "tile", next(isa for isa in build.SETS if isa.name == "avx512"))
+
+
+def test_a_library_of_another_kind_of_processor_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the cache, such as a cache that was copied: a sentence, and torch runs. One that came with the package is
+    compiled anew (test_shipped.py).
+    """
+    library = native_kernels.target(EXP)
+    data = bytearray(native_kernels.build(EXP).read_bytes())
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    there = native_kernels.target(EXP)
+    assert (there.name, there.parent) == (library.name, tmp_path / "kernels")
+    data[18] = {62: 183}[data[18]]  # of an ELF file: x86-64 becomes aarch64
+    there.parent.mkdir()
+    there.write_bytes(data)
+    there.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+    native_kernels.forget()
+    q, k, v = torch.randn(3, 1, 2, 40, 8).unbind(0)
+    expected = zonal.attention(q, k, v, m.softmax(), causal=True, path="dense")
+    with pytest.warns(UserWarning, match="torch's tiles run in place of the compiled kernel.* does not load"):
+        y = zonal.attention(q, k, v, m.softmax(), causal=True, path="tiled")
+    assert torch.allclose(y, expected, atol=1e-6)
+    assert "does not load" in zonal.explain(m.softmax(), q.shape, causal=True).tiles
 
 
 def test_features_are_those_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +234,8 @@ def test_the_fastest_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     family = native_kernels.FAMILY  # type: ignore[attr-defined]
     assert family.isa(EXP).name == "avx2"
     assert set(ran) == {"avx512", "avx2"}
-    assert choice.shown("tile", torch.float32).label == "AVX2"
-    assert choice.shown("tile", torch.bfloat16).label == "AVX-512"  # not timed yet
+    assert native_kernels.shown("tile", torch.float32).label == "AVX2"
+    assert native_kernels.shown("tile", torch.bfloat16).label == "AVX-512"  # not timed yet
     kept = tmp_path / "machine" / "instruction-sets.json"
     assert json.loads(kept.read_text())["sets"] == {"tile float32 avx512 avx2": "avx2"}
     ran.clear()
@@ -249,6 +277,32 @@ def test_trials_run(family: native_kernels.Family) -> None:
         assert list(times) == [isa]
 
 
-def test_explain_names_the_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = str(zonal.explain(m.softmax(), (1, 2, 512, 16), causal=True))
-    assert f"C++ {choice.usable('tile')[0][0].label}" in page
+EXPLAINED: dict[str, tuple[Operator, dict[str, Any]]] = {
+    "tiled, C++": (m.softmax(), {}),
+    "tiled, C++ distances": (m.rewa(), {}),
+    "tiled, C++ plan": (m.sinkhorn(), {"causal": False}),
+    "chunked, C++ sums": (m.squared_affine(), {}),
+    "chunked, C++ window and sums": (m.local_global(), {}),
+    "chunked, C++ ridge": (m.ridge(), {}),
+    "streaming, C++ sums": (m.linear(), {"memory": 100}),
+    "streaming, C++ window and sums": (m.local_global(), {"memory": 100}),
+    "streaming, C++ ridge": (m.ridge(), {"memory": 100}),
+    "sparse, C++": (m.softmax().replace(anchor=anchor.TopK(4, search=hashing.LSH())), {}),
+}
+
+
+@pytest.mark.parametrize("asked", [None, "portable"])
+@pytest.mark.parametrize("route", EXPLAINED)
+def test_explain_names_the_set_of_every_route(route: str, asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if asked is not None:
+        monkeypatch.setenv(choice.VARIABLE, asked)
+    path, name = route.split(", ")
+    operator, more = EXPLAINED[route]
+    tokens = 4 if "memory" in more else 512
+    page = str(zonal.explain(operator, (1, 2, tokens, 16), **{"causal": True, **more}))
+    label = asked or choice.usable("tile")[0][0].label
+    assert re.search(rf"{path} +{re.escape(name.replace('C++', f'C++ {label}'))}  ", page), page
+
+
+def test_every_compiled_route_is_explained() -> None:
+    assert set(EXPLAINED) == {f"{route.path}, {route.name}" for route in ROUTES if route.name.startswith("C++")}

@@ -21,7 +21,7 @@ from zonal.execution.paths.steps import Numbers, check_devices, devices_of
 from zonal.execution.plan import Choice, Estimate, choose, duration, run
 from zonal.execution.routes import Runner
 from zonal.execution.shape import Shape, shape_of
-from zonal.kernels.choice import shown
+from zonal.kernels.native import shown
 from zonal.kernels.op import plain
 from zonal.memory import Memory
 from zonal.names import known_names

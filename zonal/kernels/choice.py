@@ -117,14 +117,10 @@ def fastest(
     return candidates[names.index(found)]
 
 
-def shown(source: str, dtype: torch.dtype) -> InstructionSet:
-    """The set that calls of a type use, as far as it is known without timing."""
-    able, forced = usable(source, dtype)
-    if not forced and measured.get():
-        kept = _read(_path())
-        names = {name for key, name in kept.items() if key.startswith(f"{source} {str(dtype).removeprefix('torch.')} ")}
-        able = [isa for isa in able if isa.name in names] or able
-    return able[0]
+def timed(source: str, dtype: torch.dtype) -> frozenset[str]:
+    """The names of the sets that were found to be the fastest for a source and a type, and are kept."""
+    start = f"{source} {str(dtype).removeprefix('torch.')} "
+    return frozenset(name for key, name in _read(_path()).items() if key.startswith(start))
 
 
 def _path() -> Path:
@@ -167,7 +163,7 @@ __all__ = [
     "processor",
     "say",
     "seconds",
-    "shown",
+    "timed",
     "trying",
     "usable",
 ]

@@ -188,6 +188,20 @@ def candidates(code: Formula, source: str = "tile", dtype: torch.dtype = torch.f
     return found[:1] if forced else [isa for isa in found if isa.needs] or found[:1]
 
 
+def shown(source: str, dtype: torch.dtype) -> InstructionSet:
+    """The set that calls of a type use, as far as it is known without timing or compiling."""
+    able, forced = choice.usable(source, dtype)
+    path = compiler()
+    found = [
+        isa
+        for isa in able
+        if (path is not None and recipe.understands(path, isa))
+        or any(recipe.SHIPPED.glob(f"*-{source}-{isa.name}-*.so"))
+    ] or able
+    kept = choice.timed(source, dtype) if choice.measured.get() and not forced else ()
+    return next((isa for isa in found if isa.name in kept), found[0])
+
+
 def _obtainable(code: Formula, source: str, isa: InstructionSet) -> bool:
     path = compiler()
     if path is not None and (target(code, source, isa).exists() or recipe.understands(path, isa)):
@@ -376,6 +390,7 @@ __all__ = [
     "missing",
     "say_once",
     "shipped",
+    "shown",
     "switched_off",
     "target",
     "unfit",
