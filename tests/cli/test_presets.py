@@ -40,6 +40,7 @@ EXPANDED = {
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
     "echo-1m": "95023f5b9016f416",
+    "echo-1m-form": "0ec4d40afda49fff",
 }
 
 
