@@ -66,6 +66,7 @@ SLOW: frozenset[str] = frozenset(
         "execution/test_machine.py::test_processes_at_once_agree",
         "features/test_kernel_fits.py::test_quadrature_that_misses_says_by_how_much",
         "test_verdicts_benchmark.py::test_support_tells_what_was_stored_and_length_does_not",
+        "hf/test_models_of_transformers.py::test_the_trainer_compiles_one_graph",
         "mechanisms/test_kernel_ridge.py::test_a_compiled_call_is_the_same",
         "execution/test_fading.py::test_ten_thousand_tokens_of_decode_at_any_rate",
         "kernels/test_triton.py::test_the_documented_link",

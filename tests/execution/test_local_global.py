@@ -1,5 +1,7 @@
 """A window and sums before it: the border, its memory, and numbers of any size."""
 
+import re
+
 import pytest
 import torch
 from matrix import randomised
@@ -218,8 +220,13 @@ def test_what_does_not_fit_is_refused() -> None:
         zonal.attention(q, k, v, m.local_global())
     with pytest.raises(ArgumentError, match="without a decay; log_decay must be None"):
         zonal.attention(q, k, v, m.local_global(), causal=True, log_decay=-torch.ones(2, 2, TOKENS))
+    for far in ("ridge", "ska(power=1)"):
+        with pytest.raises(
+            ArgumentError, match=rf"negative and have no such sum.*nn\.Mixture.*one with '{re.escape(far)}'"
+        ):
+            m.local_global(far=far)
     with pytest.raises(ArgumentError, match="far must be a mechanism with anchor Row"):
-        m.local_global(far="ridge")
+        m.local_global(far="sko")
     with pytest.raises(ArgumentError, match="must be a polynomial of a dot product"):
         m.local_global(far="softmax")
     with pytest.raises(ArgumentError, match="must never be negative"):

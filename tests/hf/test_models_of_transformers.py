@@ -240,6 +240,35 @@ def test_the_trainer_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert not torch.equal(again(tokens(2, 9)).logits, model(("sko", "ska(power=1)"))(tokens(2, 9)).logits)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that
+@pytest.mark.timeout(900)  # inductor compiles a dozen C++ files, one after the other
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_trainer_compiles_one_graph(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of ``torch_compile=True`` are those without it, also with padding."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    rows = [
+        {"input_ids": row, "labels": row, "attention_mask": (torch.arange(12) < 12 - index % 3).long()}
+        for index, row in enumerate(tokens(8, 12))
+    ]
+
+    def losses(**compiling: Any) -> list[float]:
+        settings = TrainingArguments(
+            str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+            save_strategy="no", report_to=[], use_cpu=True, seed=0, disable_tqdm=True, **compiling,
+        )  # fmt: skip
+        trainer = Trainer(model(("squared_affine",)), settings, train_dataset=rows)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    assert losses(torch_compile=True, torch_compile_backend=backend) == pytest.approx(losses(), rel=1e-5)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_resized_vocabulary() -> None:
     made = model()
     before = made(tokens(1, 6)).logits

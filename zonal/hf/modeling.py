@@ -191,7 +191,8 @@ class ZonalModel(ZonalPreTrainedModel):
                 f"a real token, received {tuple(mask.shape)}. Operators apply causality and windows themselves."
             )
         real = mask[:, -length:].bool()
-        return None if bool(real.all()) else real
+        # a traced graph would break at the question; it takes the mask
+        return real if torch.compiler.is_compiling() or not bool(real.all()) else None
 
     def _blocks(
         self,
@@ -300,7 +301,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )

@@ -57,10 +57,16 @@ def local_global(
     first: how many of the first keys of a sequence count as in the window for all queries. Trained models often attend
     strongly to the first tokens, whatever they are. scale: s, None = D^-1/2. d_qk: size of queries and keys in a layer.
 
-    Raises: ArgumentError for numbers out of range, and for a far kernel that may be negative, has no finite features,
-    or is normalised otherwise. Source: Zhang et al. 2024 (LoLCATs).
+    Raises: ArgumentError for numbers out of range, and for a far kernel that may be negative (ridge read-outs too), has
+    no finite features, or is normalised otherwise. Source: Zhang et al. 2024 (LoLCATs).
     """
     made = operator_of("local_global", far)
+    require(
+        not made.anchor.solves,
+        "local_global: far must be divided by the sum of the row, as the window is; the weights of "
+        f"{made.name!r} may be negative and have no such sum. Add the two read-outs: nn.Mixture of an Attention with "
+        f"m.softmax(prior=Window(left=window - 1)) and one with {far!r}.",
+    )
     require(
         made.anchor == Row() and not made.prior,
         f"local_global: far must be a mechanism with anchor Row and without priors, received {made.name!r} with anchor "
