@@ -1,41 +1,20 @@
-"""What all tests share: a cache folder of their own, and the same speeds on every machine."""
+"""Which tests are in which tier, and how they are collected. What surrounds each test is in surroundings.py."""
 
 import atexit
 import gc
-import os
-import random
-import zlib
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from cover import WHOLE, cover, features
-from kernels.sets import TEST_SETS
 from tiers import CHOSEN, SLOW
-
-from zonal import store
-from zonal.cache import VARIABLE
-from zonal.execution import machine as machines
-from zonal.execution.machine import TYPICAL_CPU, Machine
-from zonal.kernels import choice
-from zonal.kernels import native as native_kernels
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The compiler of CPU kernels: in the fast tier one that takes less time, for processes that tests start, too.
-
-    Without a compiler every call may say so, which no test is about but those that take the compiler away.
-    """
-    found = native_kernels.compiler()
-    if found is None:
-        config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
-    elif os.name == "posix" and "not full" in config.getoption("markexpr"):
-        os.environ.setdefault("ZONAL_TESTED_CXX", found)  # workers inherit it
-        os.environ["CXX"] = str(Path(__file__).parent / "kernels" / "quick-c++")
+    """The process that only hands tests to workers loads neither torch nor the library."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(importlib.import_module("surroundings"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,9 +32,24 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Every other worker reads the files of tests backwards.
+
+    Files that have not been read before are compiled, which takes a third of the time. Two workers that read in one
+    order would both compile every file.
+    """
+    report = yield
+    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
+    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``full`` what `make test` leaves out: what tiers.py names, and of large tests all but a cover."""
+    items.sort(key=lambda item: item.path.parts)  # the same order in every worker
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         families[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
@@ -71,42 +65,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, item in enumerate(family):
             if index not in kept:
                 item.add_marker(pytest.mark.full)
-
-
-def fixed(device: torch.device, threads: int | None = None) -> Machine:
-    """Typical speeds under this machine's name."""
-    count = machines.threads(device) if threads is None else threads
-    return replace(TYPICAL_CPU, name=machines.name(device), threads=count, torch=torch.__version__)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
-    """No test measures the machine or writes to the user's cache: what is planned is the same everywhere.
-
-    Processes that tests start find the speeds in the cache folder they inherit.
-    """
-    folder = tmp_path_factory.mktemp("cache")
-    # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another
-    # worker is taken as it is
-    assert pytestconfig.cache is not None
-    (folder / "kernels").symlink_to(pytestconfig.cache.mkdir("kernels"))
-    device = torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(folder))
-        patch.setattr(machines, "measure", fixed)
-        patch.setattr(choice, "fastest", lambda source, candidates, *_: candidates[0])
-        if "ZONAL_TEST_SET" in os.environ:
-            patch.setattr(choice, "SETS", TEST_SETS[os.environ["ZONAL_TEST_SET"]])
-        for count in {1, 2, torch.get_num_threads(), os.cpu_count() or 1}:
-            store.write_json(machines.file_for(device, count), fixed(device, count).to_dict())
-        yield folder
-
-
-@pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> int:
-    """What a test draws without a seed of its own depends on its name alone: on no other test, and not on the clock."""
-    seed = zlib.crc32(request.node.nodeid.encode())
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    return seed

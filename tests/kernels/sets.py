@@ -1,7 +1,7 @@
 """Instruction sets that only tests compile for: the code of wide vectors, on processors that have none.
 
-ZONAL_TEST_SET=wide (or pairs) runs any test with such kernels; conftest.py puts the set in. They are not optimised: a
-compiler takes a minute to fit tiles of thirty-two registers into sixteen.
+ZONAL_TEST_SET=wide (or pairs) runs any test with such kernels; surroundings.py puts the set in. They are not optimised:
+a compiler takes a minute to fit tiles of thirty-two registers into sixteen.
 """
 
 from zonal.kernels.build import SETS, InstructionSet
