@@ -116,7 +116,7 @@ def test_package_imports_without_triton_and_torchs_compiler(tmp_path: Path) -> N
     )
     # the compiler of torch.compile takes as long to import as torch itself, and most processes have no use for it
     code = (
-        f"import sys; sys.modules['triton'] = None; import zonal, zonal.cli.app, zonal.nn, {modules}; "
+        f"import sys; sys.modules['triton'] = None; import zonal, zonal.cli.explain, zonal.models, {modules}; "
         "assert 'torch._dynamo' not in sys.modules"
     )
     done = python("-c", code, interpret=False, cache=tmp_path)

@@ -47,6 +47,8 @@ class Draws:
     @torch.no_grad()
     def normal_(self, parameter: Tensor, name: str, *, output: bool = False, std: float | None = None) -> None:
         """Fill with N(0, std²); ``output`` marks a projection into the residual stream."""
+        if parameter.is_meta:  # without numbers; torch would load its compiler to draw them
+            return
         if std is None:
             std = self.output_std if output and self.output_std is not None else self.std
         # drawn in float32 on the CPU, then copied: the same numbers for every dtype and device
@@ -57,6 +59,8 @@ class Draws:
     @torch.no_grad()
     def uniform_(self, parameter: Tensor, name: str, bound: float) -> None:
         """Fill with U(−bound, bound)."""
+        if parameter.is_meta:
+            return
         parameter.copy_(
             torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=self.generator(name))
         )

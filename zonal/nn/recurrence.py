@@ -106,7 +106,8 @@ def draw_log_uniform_(parameter: Tensor, draws: Draws, name: str, low: float, hi
 def draw_steps_(parameter: Tensor, draws: Draws, name: str) -> None:
     """Fill biases b so that softplus(b) is log-uniform in ``STEPS``."""
     draw_log_uniform_(parameter, draws, name, *STEPS)
-    parameter.copy_(inverse_softplus(parameter.exp()))
+    if not parameter.is_meta:  # torch would load its compiler to work out the shapes
+        parameter.copy_(inverse_softplus(parameter.exp()))
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
