@@ -39,8 +39,8 @@ EXPANDED = {
     "slay-tasks": "9a758542db49c5dc",
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
-    "echo-1m": "95023f5b9016f416",
-    "echo-1m-form": "0ec4d40afda49fff",
+    "echo-1m": "f546e59a4c23ee69",
+    "echo-1m-form": "4a07d5e7899f3c87",
 }
 
 
