@@ -76,6 +76,7 @@ def passes(file: str, words: str, **variables: str) -> None:
     assert "passed" in done.stdout
 
 
+@pytest.mark.timeout(1800)  # some suites compile for minutes
 @pytest.mark.parametrize("name", ["portable", *TEST_SETS])
 @pytest.mark.parametrize("family", SUITES)
 def test_every_family_equals_its_definition_with_every_set(family: str, name: str) -> None:

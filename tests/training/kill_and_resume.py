@@ -33,8 +33,9 @@ def main(folder: Path, kills: int, seed: int) -> None:
             train(tiny_model("sko"), Recall(), CONFIG, folder, on_event=lambda event, pipe=writer: os.write(pipe, b"x"))
             os._exit(0)
         os.close(writer)  # the child's own is left: without a child, read ends
-        os.read(reader, 1)
-        time.sleep(moments.uniform(0.0, 0.12))
+        for _ in range(moments.randrange(1, 24)):  # events: in a fixed time, a busy machine may do no step
+            os.read(reader, 1)
+        time.sleep(moments.uniform(0.0, 0.003))  # to somewhere within a step or a write
         os.kill(child, signal.SIGKILL)
         os.close(reader)
         _, status = os.waitpid(child, 0)
