@@ -110,7 +110,9 @@ void directly(const Task& task, const Span& span, int32_t from, int32_t to, cons
         for (int32_t s = s0; s < end; s += R)
           with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
             const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
-            weigh<decltype(n)::value>(task, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
+            constexpr int rows = decltype(n)::value;
+            const auto weights = task.rest > 0 ? weigh<rows, true> : weigh<rows, false>;
+            weights(task, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
           });
         if (end > s0) block_by_columns(at.values, task.step, task.width, at.room, end - s0, at.near, at.out + (g * PER + i) * task.width * C);
       }

@@ -498,14 +498,15 @@ inline V left_of(const Lanes& lanes, int j, Mark mark) {
 }
 
 // weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
-template <int N>
+// parts: whether a score is a product of two; without, the first stays in registers
+template <int N, bool parts>
 APART void weigh(const Task& task, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
   const Sums& c = task.c;
   V x[N] = {}, y[N] = {};
   const float* at[N];
   EACH_ROW at[r] = rows + r * c.D;
   add_rows<N>(at, column, C, task.first, x, y);
-  if (task.rest > 0) {
+  if constexpr (parts) {
     float other[N * C];
     EACH_ROW at[r] += task.first;
     rows_by_columns<N>(at, column + task.first * C, C, task.rest, other);
