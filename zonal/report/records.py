@@ -143,6 +143,7 @@ class ComparisonData:
     seeds: tuple[int, ...]
     learning_rates: tuple[float, ...]
     screening_seeds: int | None = None
+    labels: tuple[str, ...] = ()
     budget_seconds: float | None = None
     steps: int | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
