@@ -38,14 +38,14 @@ def concrete() -> Iterator[None]:
         yield
 
 
-def in_a_mode() -> bool:
+def in_dispatch_mode() -> bool:
     """Whether a dispatch mode is at work, such as fake tensors or torch.export's tracer: tensors may lack numbers."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def traced() -> bool:
     """Whether torch traces or transforms: a tensor made now belongs to that trace and must not be kept."""
-    return torch.compiler.is_compiling() or in_a_mode() or torch_func.active()
+    return torch.compiler.is_compiling() or in_dispatch_mode() or torch_func.active()
 
 
 def kept(function: _Function) -> _Function:
@@ -65,4 +65,4 @@ def kept(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-__all__ = ["concrete", "constant", "in_a_mode", "kept", "traced", "untraced"]
+__all__ = ["concrete", "constant", "in_dispatch_mode", "kept", "traced", "untraced"]

@@ -119,9 +119,9 @@ class Polynomial(FeatureMap):
         if all(self._kept):
             return self.powers.vjp(x, grad)
         sizes, at, parts = self.powers.sizes(x.shape[-1]), 0, []
-        for size, some in zip(sizes, self._kept, strict=True):
-            parts.append(grad[..., at : at + size] if some else grad.new_zeros(*grad.shape[:-1], size))
-            at += size if some else 0
+        for size, present in zip(sizes, self._kept, strict=True):
+            parts.append(grad[..., at : at + size] if present else grad.new_zeros(*grad.shape[:-1], size))
+            at += size if present else 0
         return self.powers.vjp(x, torch.cat(parts, -1))
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -141,6 +141,7 @@ class _Conversion:
         order = sorted(candidates, key=found.__getitem__)
         say("Layers from the best to convert to the worst: " + ", ".join(f"{i} ({found[i]:+.4f})" for i in order))
         if settings.plan:
+            self.timed({"before": self.original})
             say(f"The plan is in {self._written(settings.work)}. Without --plan, the same command converts.")
             return True
         count = len(order) if settings.to == "all" else max(1, len(order) // 2)
@@ -154,6 +155,7 @@ class _Conversion:
             return False
         model.eval()
         after = self._once("after", lambda: self.measured(model, "the converted model"))
+        self.timed({"before": self.original, "after": model})
         page = self._written(settings.work)
         with store.staged_folder(settings.out) as folder:
             model.save_pretrained(folder)
@@ -194,24 +196,28 @@ class _Conversion:
         }
 
     def measured(self, model: Any, name: str) -> dict[str, Any]:
-        """All that is measured before and after."""
+        """What a model knows, measured before and after."""
         say, settings = self.watch.say, self.settings
-        say(f"Measuring {name}: perplexity, recall, time and bytes.")
+        say(f"Measuring {name}: perplexity and recall.")
         asked = {
             probe: examine.recall(model, self.encode, probe, settings.eval_length, settings.questions)
             for probe in examine.PROBES
         }
-        found = self.perplexity(model) | {
-            "recall": asked,
-            "decoding": [examine.decoding(model, length) for length in _LENGTHS],
-            "prefill": {"length": _PREFILL, "tokens_per_second": examine.prefill(model, _PREFILL, self._vocabulary())},
-            "sample": self._sample(model),
-        }
+        found = self.perplexity(model) | {"recall": asked, "sample": self._sample(model)}
         say(f"Perplexity {found['perplexity']:.2f}; recall " + ", ".join(f"{k} {v:.0%}" for k, v in asked.items()))
         return found
 
-    def _vocabulary(self) -> int:
-        return self.original.config.get_text_config().vocab_size
+    def timed(self, models: Mapping[str, Any]) -> None:
+        """Put down speed and bytes of the models. They take turns, since the load of a machine changes over hours."""
+        self.watch.say("Measuring time and bytes.")
+        vocabulary = self.original.config.get_text_config().vocab_size
+        decoding = [{name: examine.decoding(model, length) for name, model in models.items()} for length in _LENGTHS]
+        for name, model in models.items():
+            self.record[name] |= {
+                "decoding": [each[name] for each in decoding],
+                "prefill": {"length": _PREFILL, "tokens_per_second": examine.prefill(model, _PREFILL, vocabulary)},
+            }
+        self._keep()
 
     def _sample(self, model: Any) -> str:
         tokens = torch.tensor([self.encode(self.settings.prompt)], dtype=torch.int64)

@@ -177,19 +177,18 @@ def _verdict(data: ComparisonData, leader: Row, other: Row) -> Verdict | None:
 def summarise(data: ComparisonData) -> Summary:
     """Table, ranking and sentences of a comparison."""
     drafts: list[Row] = []
-    known = dict(zip(data.operators, data.labels, strict=False))
+    labels = {run.operator: run.label for run in data.runs} | dict(zip(data.operators, data.labels, strict=False))
     for operator in dict.fromkeys((*data.operators, *(run.operator for run in data.runs))):
         runs = [run for run in data.runs if run.operator == operator]
         sweep = _sweep(runs)
         rate = _choose(data, sweep)
         chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
-        name = next((run.label for run in runs if run.label != operator), known.get(operator, operator))
-        name = style.label(operator) if name == operator else name
+        label = labels.get(operator, operator)
         trained = fairness.trained_number(data, chosen)
         drafts.append(
             Row(
                 operator=operator,
-                label=name,
+                label=style.label(operator) if label == operator else label,
                 learning_rate=rate,
                 runs=chosen,
                 planned=len(data.seeds),

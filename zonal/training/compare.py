@@ -45,7 +45,7 @@ class ComparisonResult:
     status: str
     runs: tuple[RunResult, ...]
     best_learning_rates: dict[str, float | None]
-    left: int = 0
+    left: int
 
 
 class Comparison:
@@ -137,11 +137,11 @@ class Comparison:
                 return self._finish(emit)
             self._announce_plan(emit, jobs)
             for runs in self._rounds():
-                if stop():
-                    break
                 for run in runs:
                     if not (self.directory / run.name / RECORD).exists():
                         self._record(run).write(self.directory / run.name)
+                if stop():
+                    break
                 left = self._left(runs, emit, retry_failed)
                 if jobs == 1 or not left:
                     for run in left:

@@ -24,7 +24,7 @@ from zonal.kernels.native import Reason
 from zonal.kernels.op import no_second_derivative
 from zonal.kernels.sparse import FAMILY, Candidates, Factors, SparseInputs, SparseSpec
 from zonal.kernels.sparse import sparse as kernel
-from zonal.tracing import in_a_mode
+from zonal.tracing import in_dispatch_mode
 
 _KINDS: dict[type[Metric], str] = {
     Euclidean: "euclidean", HilbertSchmidt: "euclidean", SquaredEuclidean: "squared", Sphere: "sphere",
@@ -62,12 +62,12 @@ def kernel_refusal(call: Call) -> Reason:
     return FAMILY.refusal(
         call.device.type,
         call.coefficients.dtype,
-        lambda: _factors_refusal(call.bound.score) or tile.empty_rows(call) or tile.transformed() or _in_a_mode(),
+        lambda: _factors_refusal(call.bound.score) or tile.empty_rows(call) or tile.transformed() or _traced_reason(),
     )
 
 
-def _in_a_mode() -> Reason:
-    return "hash codes of a call that torch traces need operations of torch" if in_a_mode() else None
+def _traced_reason() -> Reason:
+    return "hash codes of a call that torch traces need operations of torch" if in_dispatch_mode() else None
 
 
 def _factors_refusal(score: Score) -> Reason:
