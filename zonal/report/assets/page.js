@@ -110,7 +110,7 @@
       traces.push({ x: at, y: mean, mode: mode, line: line, marker: marker(operator, 7), hoverinfo: "text", text: mean.map((v, i) => text(spread(v, sd[i]), at[i])) });
     }
     const yTitle = { "validation.loss": "Held-out loss", "validation.accuracy": "Held-out accuracy", "training.loss": "Training loss" }[`${source}.${metric}`];
-    const y = log ? { type: "log", ...logTicks(shown) } : metric === "accuracy" ? { tickformat: ".2~f" } : {};
+    const y = log ? { type: "log", ...logTicks(shown) } : metric === "accuracy" ? { tickformat: ".4~f" } : {};
     return [traces, { xaxis: { title: title(x === "steps" ? "Training steps" : "Seconds of training"), rangemode: "tozero" }, yaxis: { title: title(yTitle), ...y } }];
   }
 
@@ -129,7 +129,7 @@
     }
     const ticks = [...new Set(numbers)];
     const axis = numeric ? { type: "log", tickvals: ticks.map(Number), ticktext: ticks } : { type: "category" };
-    return [traces, { xaxis: { ...axis, title: title({ pairs: "Key-value pairs", length: "Tokens" }[name] || name) }, yaxis: { title: title("Accuracy"), tickformat: ".2~f" } }];
+    return [traces, { xaxis: { ...axis, title: title({ pairs: "Key-value pairs", length: "Tokens" }[name] || name) }, yaxis: { title: title("Accuracy"), tickformat: ".4~f" } }];
   }
 
   // accuracy against length on one task, for the chosen number of pairs; a dotted line ends what training saw
