@@ -47,6 +47,7 @@ NAMING = (
     "docs/mechanisms/sinkhorn.md",
     "docs/kernel_ridge_measured.md",
     "docs/mechanisms/ska.md",
+    "docs/which-operator.md",
 )
 
 
