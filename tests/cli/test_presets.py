@@ -41,6 +41,7 @@ EXPANDED = {
     "text-contest": "a1986c399b35fdf3",
     "echo-1m": "f546e59a4c23ee69",
     "echo-1m-form": "4a07d5e7899f3c87",
+    "mqar-memory": "5dd5f21e02518a5d",
 }
 
 

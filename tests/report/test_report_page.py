@@ -161,6 +161,7 @@ def test_chart_numbers_equal_the_files(mqar, written):
     assert len(softmax["training"]["steps"]) == 200
     assert statistics.mean(softmax["training"]["loss"]["mean"]) == pytest.approx(statistics.mean(trained), rel=0.02)
     assert softmax["memory"] == {"x": [1024, 16384, 131072], "y": [1_048_576, 16_777_216, 134_217_728]}
+    assert 'data-chart="state"' in written.html.read_text()
     assert softmax["slices"]["pairs"]["x"] == ["4", "8", "16", "32"]
     assert softmax["sweep"]["chosen"] == 0.001
 

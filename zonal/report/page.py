@@ -150,6 +150,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "swept": len(data.learning_rates) > 1,
         "curves": any(run.evaluations or run.training for run in data.runs),
         "memory": sum(bool(row.memory_bytes) for row in summary.rows),
+        "state": sum(bool(row.value(data.metric) and row.memory_bytes) for row in summary.rows) > 1,
         "tradeoff": sum(bool(row.value(data.metric) and row.tokens_per_second) for row in summary.rows) > 1,
         "facts": _facts(summary),
         "command": data.command,

@@ -179,38 +179,60 @@
     }];
   }
 
-  // labels point away from the edges, and of two close points one goes below
-  function labelPlaces(points) {
+  // where each label goes, beside its point or "" where no side is free: its colour and symbol still name the point
+  function labelPlaces(points, labels, element) {
     const range = (values) => [Math.min(...values), Math.max(...values) - Math.min(...values) || 1];
     const [x0, dx] = range(points.map((p) => p.x)), [y0, dy] = range(points.map((p) => p.y));
-    const placed = [];
-    return points.map((point) => {
-      const x = (point.x - x0) / dx, y = (point.y - y0) / dy;
-      const crowded = placed.some((other) => Math.abs(other.x - x) < 0.3 && Math.abs(other.y - y) < 0.12 && other.side === "top");
-      const side = crowded ? "bottom" : "top";
-      placed.push({ x, y, side });
-      return `${side} ${x < 0.2 ? "right" : x > 0.8 ? "left" : "center"}`;
+    const wide = 0.7 * element.clientWidth, high = 0.7 * element.clientHeight, line = 15, room = 9;
+    const at = points.map((p) => ({ x: (wide * (p.x - x0)) / dx, y: (high * (y0 + dy - p.y)) / dy }));
+    const taken = at.map(({ x, y }) => [x - room, y - room, x + room, y + room]);
+    const free = (box) => box[0] > -0.15 * wide && box[2] < 1.15 * wide && taken.every((o) => box[2] < o[0] || o[2] < box[0] || box[3] < o[1] || o[3] < box[1]);
+    return at.map(({ x, y }, index) => {
+      const width = 6.6 * labels[index].length;
+      const boxes = {
+        "top center": [x - width / 2, y - room - line - 1, x + width / 2, y - room - 1], "bottom center": [x - width / 2, y + room + 1, x + width / 2, y + room + line + 1],
+        "middle right": [x + room + 1, y - line / 2, x + room + width, y + line / 2], "middle left": [x - room - width, y - line / 2, x - room - 1, y + line / 2],
+      };
+      const side = Object.keys(boxes).find((name) => free(boxes[name])) || "";
+      if (side) taken.push(boxes[side]);
+      return side;
     });
   }
 
-  function tradeoff(comparison) {
-    const traces = [], shown = visible(comparison).filter((operator) => operator.metric && operator.speed);
-    const places = labelPlaces(shown.map((operator) => ({ x: operator.speed, y: (comparison.higher ? 1 : -1) * operator.metric.mean })));
+  // the headline number of each operator against something else of it: x, words for the pointer, and the axis of x
+  function against(comparison, element, read, words, xaxis) {
+    const traces = [], shown = visible(comparison).filter((operator) => operator.metric && read(operator));
+    const at = xaxis.type === "log" ? (operator) => Math.log(read(operator)) : read;
+    const places = labelPlaces(shown.map((operator) => ({ x: at(operator), y: (comparison.higher ? 1 : -1) * operator.metric.mean })), shown.map((operator) => operator.label), element);
     for (const [index, operator] of shown.entries()) {
       const { mean, sd } = operator.metric;
       traces.push({
-        x: [operator.speed], y: [mean], mode: "markers+text", marker: { ...marker(operator, 12) }, text: [operator.label], textposition: places[index], textfont: { color: colour(operator), size: 12 }, cliponaxis: false,
+        x: [read(operator)], y: [mean], mode: "markers+text", marker: { ...marker(operator, 12) }, text: [places[index] && operator.label], textposition: places[index] || "top center", textfont: { color: colour(operator), size: 12 }, cliponaxis: false,
         error_y: { type: "data", array: [sd || 0], visible: Boolean(sd), color: colour(operator), thickness: 1.3, width: 4 },
-        hoverinfo: "text", hovertext: [`<b>${operator.label}</b><br>${spread(mean, sd)}<br>${Math.round(operator.speed).toLocaleString("en")} tokens a second`],
+        hoverinfo: "text", hovertext: [`<b>${operator.label}</b><br>${spread(mean, sd)}<br>${words(read(operator))}`],
       });
     }
-    const all = comparison.operators.filter((o) => o.speed).map((o) => o.speed);
-    const room = (Math.max(...all) - Math.min(...all)) * 0.18 || all[0] * 0.1;
     return [traces, {
-      margin: { l: 48, r: 16, t: 26, b: 42 },
-      xaxis: { title: title("Training tokens a second (faster →)"), range: [Math.max(0, Math.min(...all) - room), Math.max(...all) + room], tickformat: "~s" },
+      margin: { l: 48, r: 16, t: 26, b: 42 }, xaxis: xaxis,
       yaxis: { title: title(comparison.higher ? "Accuracy (better ↑)" : "Held-out loss (better ↓)"), autorange: comparison.higher ? true : "reversed" },
     }];
+  }
+
+  function tradeoff(comparison, section, element) {
+    const all = comparison.operators.filter((o) => o.speed).map((o) => o.speed);
+    const room = (Math.max(...all) - Math.min(...all)) * 0.18 || all[0] * 0.1;
+    return against(comparison, element, (o) => o.speed, (v) => `${Math.round(v).toLocaleString("en")} tokens a second`, {
+      title: title("Training tokens a second (faster →)"), range: [Math.max(0, Math.min(...all) - room), Math.max(...all) + room], tickformat: "~s",
+    });
+  }
+
+  // at the shortest length that memory is recorded for
+  function state(comparison, section, element) {
+    const all = comparison.operators.filter((o) => o.memory.y.length).map((o) => o.memory.y[0]);
+    const low = Math.log10(Math.min(...all)), high = Math.log10(Math.max(...all)), room = Math.max(0.3, (high - low) * 0.18);
+    return against(comparison, element, (o) => o.memory.y[0], (v) => `${bytes(v)} a sequence`, {
+      type: "log", ...byteTicks(all), range: [low - room, high + room], title: title("Bytes a sequence, logarithmic (less ←)"),
+    });
   }
 
   function sweep(comparison) {
@@ -409,7 +431,7 @@
     return [traces, { xaxis: { rangemode: "tozero", title: title("Keys stored") }, yaxis: { range: [0, top * 1.12 || 1], title: title("Keys recalled, estimate") } }];
   }
 
-  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, weights, curvature, embedding, spectrum, bars, leverage, capacity };
+  const builders = { curve, slice, transfer, memory, tradeoff, state, sweep, kernel, weights, curvature, embedding, spectrum, bars, leverage, capacity };
   const adders = { panels: addKernels, spectra: addSpectra, geometry: addGeometry, embeddings: addEmbeddings };
   const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
   for (const [comparison, section] of sections) {
