@@ -36,6 +36,19 @@ def pairs_in(tokens):
     return found
 
 
+def economy(context):
+    """(agent, resource) → how much of it is left."""
+    counts = Counter()
+    for actor, sign, first, second in zip(*(context[at::4] for at in range(4)), strict=False):
+        if sign == SIGNS[":"]:
+            counts[actor, first] += second - WORDS.values.start
+        elif sign == SIGNS[">"]:
+            counts.update({(actor, second): -1, (first, second): 1})
+        elif sign == SIGNS["#"]:
+            counts.update({(actor, first): -1, (actor, second): -1})
+    return counts
+
+
 def answers(kind, tokens):
     """Position → answer, for every question that is asked in the tokens."""
     start = tokens.index(SIGNS["?"])
@@ -43,7 +56,7 @@ def answers(kind, tokens):
     asked = []  # (last position of the question, what it names)
     for at, token in enumerate(rest):
         if token == SIGNS["?"]:
-            stop = rest.index(SIGNS["="], at) if kind == "tool-trace" else at + 1
+            stop = rest.index(SIGNS["="], at) if kind in ("tool-trace", "economy") else at + 1
             asked.append((start + stop, rest[at + 1 : stop + 1]))
     if kind == "tool-trace":
         calls = {
@@ -52,6 +65,9 @@ def answers(kind, tokens):
             if token == SIGNS[":"]
         }
         return {at: calls[name[0], name[2]] for at, name in asked}
+    if kind == "economy":
+        counts = economy(context)
+        return {at: WORDS.values.start + counts[name[0], name[1]] for at, name in asked}
     if kind == "common-word":
         counted = Counter(context[at + 1] for at, token in enumerate(context) if token == SIGNS["#"]).most_common(2)
         assert len(counted) == 1 or counted[0][1] > counted[1][1]
@@ -107,6 +123,7 @@ def test_the_solver_notices_a_wrong_sequence(kind):
 def test_how_many_are_asked():
     asked = {kind: sum(example(kind, 8, 128, WORDS, (0,))[1] != -100) for kind in KINDS}
     assert asked == {
+        "economy": 4,
         "mqar": 8, "system-prompt": 4, "system-prompt-distractors": 4, "tool-trace": 4, "needle": 1, "two-hop": 1,
         "two-hop-written": 1, "common-word": 1,
         **{f"offset-{j}": 1 for j in range(1, 5)},

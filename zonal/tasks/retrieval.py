@@ -8,27 +8,39 @@ asked others.
                ? a : t =
 
 A sequence has exactly ``length`` tokens and ends with its questions; what facts and questions leave is noise, words
-that mean nothing. ``pairs`` is the number of things to remember:
+that mean nothing. ``pairs`` is the number of things to remember. The kinds:
 
-    mqar                        k1 v1 k2 v2 · · · · ? k2 v2 ? k1                 every key is asked, after a gap of
-    length - 5 pairs + 1 system-prompt               [ k1 v1 k2 v2 ] · · · · ? k2 v2 ? k1             up to four
-    questions system-prompt-distractors   [ k1 v1 k2 v2 ] · k8 v5 · · k9 v3 ? k2 v2 ? k1   as many assignments of other
-    keys among the noise tool-trace                  a1 : t1 > r1 · a1 : t2 > r2 · ? a1 : t2 =        up to four
-    questions; agents and tools come again needle                      · · k1 v1 · k2 v2 · · ? k1
-    facts at any depth, one question two-hop                     · b c · d e · a b · f d ? a                      pairs
-    chains, the answer is c two-hop-written             the same, ending with ? a b ? b                  the first hop
-    is written out, the second is asked common-word                 # w · # u · # w · # w ? #                        w
-    stands three times, pairs - 1 other words once offset-j                    x1 x2 x3 x4 x5 … ? x2
-    pairs different words without noise; the answer stands j after
+    mqar                        k1 v1 k2 v2 · · · · ? k2 v2 ? k1
+        every key is asked, after a gap of length - 5 pairs + 1
+    system-prompt               [ k1 v1 k2 v2 ] · · · · ? k2 v2 ? k1
+        up to four questions
+    system-prompt-distractors   [ k1 v1 k2 v2 ] · k8 v5 · · k9 v3 ? k2 v2 ? k1
+        as many assignments of other keys among the noise
+    tool-trace                  a1 : t1 > r1 · a1 : t2 > r2 · ? a1 : t2 =
+        agents and tools come again; up to four questions
+    economy                     a : g 2  b : w 3  a > b g  b # g w · · ? a g = 1 ? b w =
+        agents mine, give one to another, build from one of each; up to four counts, from 0 to 9, are asked
+    needle                      · · k1 v1 · k2 v2 · · ? k1
+        facts at any depth, one question
+    two-hop                     · b c · d e · a b · f d ? a
+        pairs chains, the answer is c
+    two-hop-written             the same, ending with ? a b ? b
+        the first hop is written out, the second is asked
+    common-word                 # w · # u · # w · # w ? #
+        w stands three times, pairs - 1 other words once
+    offset-j                    x1 x2 x3 x4 x5 … ? x2
+        pairs different words without noise; the answer stands j after
 
 What is whose: the Echo paper states "Agent:Tool→Result", "?Agent:Tool=", four or six system variables before a noisy
-scratchpad or "confusing distractors", two hops, a vocabulary of 128, and one to eight pairs; no other format. Pairs
+scratchpad or "confusing distractors", two hops, agents that
+"mine, trade, and build with gold and wood", a vocabulary of 128, and one to eight pairs; no other format. Pairs
 side by side and the answer named at the key are zoology's. Needles with several keys, chains of names that lead to a
 value (variable tracking) and words that stand more often than others (common words) follow the tasks of these names in
 RULER (Hsieh et al., 2024), in tokens instead of sentences. offset-j is this project's.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +55,8 @@ MARKERS = "?:>=[]#"
 MOST_QUESTIONS = 4
 MOST_COMMON = 3
 OFFSETS = (1, 2, 3, 4)
+MOST_OF_A_RESOURCE = 9
+MOST_MINED = 3
 LEAST_VOCABULARY = 32
 
 T = TypeVar("T")
@@ -141,7 +155,7 @@ class Kind:
     length) → the context, of the length that the questions leave, and the questions. needs: distinct keys and distinct
     values that must exist for so many pairs.
     guess: the chance of a right answer for who names any of the answers that the context offers, as often as each
-    stands there.
+    stands there; in an economy, for who always names the most frequent count.
     """
 
     about: str
@@ -201,6 +215,55 @@ def _tool_trace(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Qu
     return draw.among_noise(
         [[*call, mark(">"), result] for call, result in calls], length - _tokens(questions)
     ), questions
+
+
+def _agents(events: int) -> int:
+    """Three agents in a short economy, six in a long one, as in the Echo paper's appendix G."""
+    return 3 if events <= 15 else 6
+
+
+def _economy(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Question]]:
+    agents, resources = draw.some(draw.words.agents, _agents(pairs)), draw.some(draw.words.tools, 2)
+    counts = {(agent, resource): 0 for agent in agents for resource in resources}
+    changed: set[tuple[int, int]] = set()
+    number = draw.words.values.start
+    context: list[int] = []
+    while len(context) < 4 * pairs:
+        agent, other = (agents[place] for place in draw.stream.permutation(len(agents))[:2])
+        resource = resources[draw.stream.integers(2)]
+        action, amount = draw.stream.integers(3), int(draw.stream.integers(1, MOST_MINED + 1))
+        if action == 0 and counts[agent, resource] + amount <= MOST_OF_A_RESOURCE:
+            counts[agent, resource] += amount
+            changed.add((agent, resource))
+            context += [agent, mark(":"), resource, number + amount]
+        elif action == 1 and counts[agent, resource] > 0 and counts[other, resource] < MOST_OF_A_RESOURCE:
+            counts[agent, resource] -= 1
+            counts[other, resource] += 1
+            changed.add((other, resource))
+            context += [agent, mark(">"), other, resource]
+        elif action == 2 and all(counts[agent, each] > 0 for each in resources):
+            for each in resources:
+                counts[agent, each] -= 1
+            context += [agent, mark("#"), *resources]
+    # counts that never changed are asked only where there are too few others
+    asked = sorted(draw.shuffled(list(counts)), key=lambda each: each not in changed)[: _questions(pairs)]
+    questions: list[Question] = [
+        ([mark("?"), agent, resource, mark("=")], number + counts[agent, resource]) for agent, resource in asked
+    ]
+    return context + draw.any(draw.words.noise, length - len(context) - _tokens(questions)), questions
+
+
+def _economy_guess(pairs: int) -> float:
+    """The share of the most frequent count, of 500 sequences."""
+    found: Counter[int] = Counter()
+    for number in range(500):
+        questions = _economy(Draw(stream(number), Words(128)), pairs, _economy_size(pairs))[1]
+        found.update(answer for _, answer in questions)
+    return max(found.values()) / found.total()
+
+
+def _economy_size(pairs: int) -> int:
+    return 4 * pairs + 5 * _questions(pairs) - 1
 
 
 def _needle(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Question]]:
@@ -267,6 +330,13 @@ KINDS: dict[str, Kind] = {
         _tool_trace,
         lambda n: (4 * _side(n), 1),
         lambda n: 1 / n,
+    ),
+    "economy": Kind(
+        "how much gold or wood an agent has after mining, trading and building",
+        _economy_size,
+        _economy,
+        lambda n: (4 * _agents(n), MOST_OF_A_RESOURCE + 1),
+        _economy_guess,
     ),
     "needle": Kind(
         "pairs at any depth of a haystack, one is asked",
