@@ -42,6 +42,7 @@ EXPANDED = {
     "echo-1m": "f546e59a4c23ee69",
     "echo-1m-form": "4a07d5e7899f3c87",
     "mqar-memory": "5dd5f21e02518a5d",
+    "echo-tools": "dc881ce12cfb1158",
 }
 
 
