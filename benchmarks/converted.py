@@ -1,9 +1,11 @@
 """A converted model against its original and against transformers' Mamba-2 of the same number of parameters, on a CPU:
 a training step, reading a prompt, decoding one token, and the bytes of the cache.
 
-All three run in one process in float32 with one sequence. Mamba-2 has random weights: its speed does not depend on
-them. It has no kernels for CPUs, here or in transformers. Speed of decoding is measured after a context of random keys
-and values (of random tokens for Mamba-2, whose state has the same size after any context). Needs transformers:
+All three run in one process in float32 with one sequence. Reading and training steps take turns; what takes more than a
+minute runs once, and each row says how often a model ran ("runs"). Their bytes are what the process grows by at its
+peak. Mamba-2 has random weights: its speed does not depend on them. It has no kernels for CPUs, here or in
+transformers. Speed of decoding is measured after a context of random keys and values (of random tokens for Mamba-2,
+whose state has the same size after any context). Needs transformers:
 
     python -m benchmarks.converted --model runs/smol-memory --original SmolLM2-135M --threads 1
 """
@@ -22,9 +24,10 @@ from zonal.hf import examine, pretrained
 
 CALL = "bench converted"
 STEP = 512  # tokens of a training step
-PREFILL = (1024, 4096)
+PREFILL = (1024, 4096, 8192, 32768)
 DECODING = (1024, 8192, 16384, 32768)
-NAMES = ("original", "converted", "mamba2")
+DECODED = 16  # tokens
+LONG = 60.0  # seconds; what takes longer runs once
 
 
 def mamba2(original: Any) -> Any:
@@ -69,33 +72,47 @@ def reading(model: Any, tokens: Tensor) -> Callable[[], object]:
 def decoding(name: str, model: Any, length: int) -> dict[str, float]:
     """Seconds of a token after ``length`` others, and the bytes of what is kept."""
     if name != "mamba2":
-        found = examine.decoding(model, length)
+        found = examine.decoding(model, length, DECODED)
         return {"seconds": 1 / found["tokens_per_second"], "bytes": found["bytes"]}
     token = torch.tensor([[1]])
     with torch.no_grad():
         cache = model(torch.ones(1, 64, dtype=torch.int64), use_cache=True).cache_params
         times = [
             common.once(lambda: model(token, cache_params=cache, use_cache=True), torch.device("cpu"))
-            for _ in range(17)
+            for _ in range(DECODED + 1)
         ]
     held = [x for layer in cache.layers for part in (layer.conv_states, layer.recurrent_states) for x in part.values()]
-    return {"seconds": sum(times[1:]) / 16, "bytes": float(sum(x.nbytes for x in held))}
+    return {"seconds": sum(times[1:]) / DECODED, "bytes": float(sum(x.nbytes for x in held))}
 
 
 def timed(part: str, works: dict[str, Callable[[], object]], tokens: int, budget: float) -> dict[str, Any]:
-    """A row: seconds of each model in turns, and their ratios to the original. What takes a minute runs once."""
-    times = common.interleaved(works, torch.device("cpu"), rounds=3, budget=budget, cap=60.0)
+    """A row: seconds of each model, the median of its runs in turns, and bytes at the peak. The first run of each model
+    gives the bytes; its time counts if it took more than ``LONG`` seconds, and then there is no other run.
+    """
+    cpu = torch.device("cpu")
+    times: dict[str, list[float]] = {name: [] for name in works}
+    peaks = {
+        name: float(common.peak_bytes(lambda own=times[name], work=work: own.append(common.once(work, cpu))))
+        for name, work in works.items()
+    }
+    short = {name: work for name, work in works.items() if times[name][0] <= LONG}
+    times |= common.interleaved(short, cpu, rounds=3, budget=budget)
     seconds = {name: common.Quantiles.of(each).median for name, each in times.items()}
-    return _row(part, tokens, seconds)
+    return _row(part, tokens, seconds, peaks, {name: len(each) for name, each in times.items()})
 
 
-def _row(part: str, tokens: int, seconds: dict[str, float], **others: Any) -> dict[str, Any]:
+def _row(
+    part: str, tokens: int, seconds: dict[str, float], found: dict[str, float], runs: dict[str, int]
+) -> dict[str, Any]:
     ratios = {name: each / seconds["original"] for name, each in seconds.items()}
     print(
         f"{part}, {tokens} tokens: "
-        + ", ".join(f"{name} {seconds[name]:.3g} s ({ratios[name]:.2f})" for name in ratios)
+        + ", ".join(
+            f"{name} {seconds[name]:.3g} s ({ratios[name]:.2f}), {found[name] / 1e6:.4g} MB, {runs[name]} runs"
+            for name in ratios
+        )
     )
-    return {"part": part, "tokens": tokens, "seconds": seconds, "to_original": ratios, **others}
+    return {"part": part, "tokens": tokens, "seconds": seconds, "to_original": ratios, "bytes": found, "runs": runs}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     run = common.Run(options, only_cpu="a converted model is compared on the CPU")
     models = {
-        "original": pretrained.opened(CALL, options.original, "sdpa")[0],
+        "original": pretrained.opened(CALL, options.original)[0],
         "converted": pretrained.opened(CALL, options.model)[0],
     }
     models["mamba2"] = mamba2(models["original"])
@@ -127,7 +144,8 @@ def main(argv: Sequence[str]) -> int:
     for length in (64, 128) if short else DECODING:
         found = {name: decoding(name, model, length) for name, model in models.items()}
         seconds = {name: each["seconds"] for name, each in found.items()}
-        rows.append(_row("decoding", length, seconds, bytes={name: each["bytes"] for name, each in found.items()}))
+        held = {name: each["bytes"] for name, each in found.items()}
+        rows.append(_row("decoding", length, seconds, held, dict.fromkeys(models, DECODED)))
     for length in (64,) if short else PREFILL:
         given = tokens(length)
         works = {name: reading(model, given) for name, model in models.items()}

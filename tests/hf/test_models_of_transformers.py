@@ -108,6 +108,42 @@ def test_an_image_classifier(tmp_path: Path) -> None:
         hf.ZonalVisionConfig(classes=5, num_labels=3)
 
 
+def test_labels_of_an_image_classifier_are_its_classes(tmp_path: Path) -> None:
+    """A number of labels that is changed on the config, as transformers does, changes the model."""
+    made = hf.ZonalForImageClassification(hf.ZonalVisionConfig(image=8, classes=2, dim=16, layers="sko", heads=2))
+    made.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).shape.classes == 2
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForImageClassification.from_pretrained(tmp_path, num_labels=7)
+    wide = AutoModelForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
+    images = torch.randn(3, 1, 8, 8)
+    assert wide(images).logits.shape == (3, 7)
+    assert torch.equal(wide.model.patches.weight, made.model.patches.weight)
+    assert 0 < wide.model.head.weight.std() < 1
+    wide.save_pretrained(tmp_path / "wide")
+    again = AutoModelForImageClassification.from_pretrained(tmp_path / "wide")
+    assert torch.equal(again(images).logits, wide.eval()(images).logits)
+
+
+def test_hidden_states_of_images_and_checkpointed_gradients() -> None:
+    shape = VisionConfig(image=8, patch=2, classes=5, dim=16, layers=("sko", "softmax"), heads=2, merge=(0.0, 0.5))
+    made = hf.ZonalForImageClassification(hf.ZonalVisionConfig(**shape.to_dict()))
+    images, labels = torch.randn(3, 1, 8, 8), torch.tensor([0, 4, 2])
+    outputs = made(images, labels=labels, output_hidden_states=True)
+    assert [state.shape[1] for state in outputs.hidden_states] == [16, 16, 8]
+    assert torch.allclose(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+    gradients = []
+    for checkpointed in (False, True):
+        made.zero_grad()
+        if checkpointed:
+            made.activation_checkpointing_enable()
+        made.train()(images, labels=labels).loss.backward()
+        gradients.append([value.grad for value in made.parameters()])
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(ArgumentError, match="output_attentions is not available"):
+        made(images, output_attentions=True)
+
+
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +276,54 @@ def test_the_trainer_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert not torch.equal(again(tokens(2, 9)).logits, model(("sko", "ska(power=1)"))(tokens(2, 9)).logits)
 
 
+def _heads() -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """A model of each head, and 8 examples."""
+    text = {"vocab_size": 97, "dim": 16, "layers": "softmax", "heads": 2, "rotary": True}
+    classes = torch.arange(8) % 3
+    some = tokens(8, 6)
+    return {
+        "causal": (hf.ZonalForCausalLM(hf.ZonalConfig(**text)), {"input_ids": some, "labels": some}),
+        "masked": (
+            hf.ZonalForMaskedLM(hf.ZonalConfig(**text, causal=False)),
+            {"input_ids": some, "labels": some.masked_fill(some % 3 == 0, -100)},
+        ),
+        "classes": (
+            hf.ZonalForSequenceClassification(hf.ZonalConfig(**text, num_labels=3)),
+            {"input_ids": some, "labels": classes},
+        ),
+        "numbers": (
+            hf.ZonalForSequenceClassification(hf.ZonalConfig(**text, num_labels=1)),
+            {"input_ids": some, "labels": classes.float()},
+        ),
+        "images": (
+            hf.ZonalForImageClassification(hf.ZonalVisionConfig(image=8, classes=3, dim=16, layers="sko", heads=2)),
+            {"pixel_values": torch.randn(8, 1, 8, 8), "labels": classes},
+        ),
+    }
+
+
+@pytest.mark.parametrize("head", ["causal", "masked", "classes", "numbers", "images"])
+def test_the_trainer_accumulates_the_gradient_of_one_large_batch(head: str, tmp_path: Path) -> None:
+    made, columns = _heads()[head]
+    rows = [{name: column[index] for name, column in columns.items()} for index in range(8)]
+    gradients: list[list[Tensor]] = []
+
+    class Keeping(Trainer):
+        def training_step(self, *inputs: Any, **others: Any) -> Tensor:
+            loss = super().training_step(*inputs, **others)
+            gradients.append([value.grad.clone() for value in made.parameters() if value.grad is not None])
+            return loss
+
+    for size, times in ((8, 1), (2, 4)):
+        settings = TrainingArguments(
+            str(tmp_path), max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=times,
+            learning_rate=0.0, weight_decay=0.0, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        Keeping(made, settings, train_dataset=rows).train()
+        made.zero_grad()
+    torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that
 @pytest.mark.timeout(900)  # inductor compiles a dozen C++ files, one after the other
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -296,6 +380,10 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
     made, text = model(), tokens(2, 6)
     with pytest.raises(ArgumentError, match="output_attentions is not available"):
         made(text, output_attentions=True)
+    with pytest.raises(ArgumentError, match=r"token_type_ids is not an argument .* model_input_names"):
+        made(text, token_type_ids=torch.zeros_like(text))
+    with pytest.raises(ArgumentError, match="Give position_ids that start again"):
+        made(text, cu_seq_lens_q=torch.tensor([0, 6, 12]))
     with pytest.raises(ArgumentError, match=r"attention_mask must be \(batch, tokens\) = \(2, 6\)"):
         made(text, attention_mask=torch.ones(2, 5))
     with pytest.raises(ArgumentError, match="one of input_ids and inputs_embeds"):

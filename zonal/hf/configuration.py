@@ -12,6 +12,7 @@ from zonal.models.encoder import VisionConfig
 
 _SHAPE = tuple(field.name for field in dataclasses.fields(ModelConfig))
 _IMAGE_SHAPE = tuple(field.name for field in dataclasses.fields(VisionConfig))
+_LABELS = 2  # of a config.json that names none
 # without arguments transformers expects a config that can be built: a small one
 _SMALL = {"vocab_size": 256, "dim": 64, "layers": ["softmax"] * 2, "heads": 4, "rotary": True}
 
@@ -118,7 +119,8 @@ class ZonalVisionConfig(ShapedConfig):
 
     Args:
         model: the fields of ``zonal.models.VisionConfig``. They can be given as arguments of their own as well:
-            ``ZonalVisionConfig(image=32, channels=3, layers="sko*4")``.
+            ``ZonalVisionConfig(image=32, channels=3, layers="sko*4")``. ``num_labels`` is the name of transformers for
+            ``classes``.
 
     Raises: ArgumentError for a shape that ``VisionConfig`` refuses, or for another number of labels than of classes.
     """
@@ -131,24 +133,23 @@ class ZonalVisionConfig(ShapedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         given = {name: others.pop(name) for name in _IMAGE_SHAPE if name in others}
-        self.model = dataclasses.replace(VisionConfig.from_dict(self.model or {}), **given).to_dict()
-        labels = self.id2label if self.id2label is not None else others.get("num_labels")
-        count = labels if isinstance(labels, int) else None if labels is None else len(labels)
-        classes = self.model["classes"]
-        if count is not None and "classes" not in given and count != classes:
-            classes = self.model["classes"] = count
-        if count is not None and count != classes:
+        saved = {} if self.model is None else {"classes": _LABELS, **self.model}
+        shape = dataclasses.replace(VisionConfig.from_dict(saved), **given)
+        count = others.get("num_labels") if self.id2label is None else len(self.id2label)
+        if count is not None and "classes" in given and count != shape.classes:
             raise ArgumentError(
-                f"ZonalVisionConfig: classes and num_labels are one number, received classes={classes} and {count} "
-                "labels. Give one of them."
+                f"ZonalVisionConfig: classes and num_labels are one number, received classes={shape.classes} and "
+                f"{count} labels. Give one of them."
             )
-        others["num_labels"] = classes
+        others["num_labels"] = shape.classes if count is None else count
         super().__post_init__(**others)
+        self.model = shape.to_dict()
+        del self.model["classes"]  # which is num_labels, that users change on a config
 
     @property
     def shape(self) -> VisionConfig:
         """The shape as a value."""
-        return VisionConfig.from_dict(self.model or {})
+        return VisionConfig.from_dict({**(self.model or {}), "classes": self.num_labels})
 
     @property
     def image_size(self) -> int:

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from zonal import models
 from zonal.errors import ArgumentError
 from zonal.hf.cache import ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
@@ -32,6 +33,9 @@ from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
 from zonal.nn.memory import Past
+
+# what callers of all models pass on: the loss takes the first, and position_ids say the same as the others
+_UNUSED = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class ZonalPreTrainedModel(PreTrainedModel):
@@ -61,6 +65,13 @@ class ZonalPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Linear) and module in (getattr(self, "lm_head", None), getattr(self, "score", None)):
             init.normal_(module.weight, std=self.config.shape.init_std)
 
+    def _refuse_weights(self, output_attentions: bool | None) -> None:
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ArgumentError(
+                f"{type(self).__name__}: output_attentions is not available; operators do not make the matrix of "
+                "weights. attention.weights(x) of a block of this library computes it for one layer."
+            )
+
 
 class CheckpointedBlock(Block, GradientCheckpointingLayer):
     """A block that transformers can checkpoint: its activations are then computed again in the backward pass."""
@@ -87,6 +98,18 @@ class Encoder(TextEncoder):
     """The encoder, of such blocks."""
 
     block = CheckpointedBlock
+
+
+class PatchEncoder(models.Encoder):
+    """The encoder of patches of an image, of such blocks."""
+
+    block = CheckpointedBlock
+
+
+class ImageClassifier(VisionEncoder):
+    """The image classifier, of such blocks."""
+
+    stack = PatchEncoder
 
 
 class ZonalModel(ZonalPreTrainedModel):
@@ -134,15 +157,23 @@ class ZonalModel(ZonalPreTrainedModel):
             output_hidden_states: return the embedding, the output of each block but the last, and the last hidden
                 state.
 
-        Raises: ArgumentError for a mask, cache or positions that do not fit, and for ``output_attentions``.
+        Raises: ArgumentError for a mask, cache or positions that do not fit, for ``output_attentions``, and for
+            arguments of other models.
         """
+        unknown = [name for name, value in others.items() if name not in _UNUSED and value is not None]
+        if unknown:
+            raise ArgumentError(
+                f"ZonalModel: {unknown[0]} is not an argument of this model. Leave it out; if a tokenizer makes it, "
+                "load the tokenizer with model_input_names=['input_ids', 'attention_mask']."
+            )
+        if others.get("cu_seq_lens_q") is not None and position_ids is None:
+            raise ArgumentError(
+                "ZonalModel: packed documents are told apart by position_ids, and only cu_seq_lens_q was given. Give "
+                "position_ids that start again from 0 with each document."
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ArgumentError(
-                "ZonalModel: output_attentions is not available; operators do not make the matrix of weights. "
-                "model.core.blocks[i].attention.weights(x) computes it for one layer."
-            )
+        self._refuse_weights(output_attentions)
         x = self.core.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
@@ -333,7 +364,7 @@ class ZonalForMaskedLM(ZonalLanguageModel):
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten().to(logits.device))
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -342,6 +373,8 @@ class ZonalForSequenceClassification(ZonalPreTrainedModel):
 
     The vector is that of the last real token of a decoder, and the mean over the real tokens of an encoder.
     """
+
+    accepts_loss_kwargs = False  # the loss is a mean over the batch, which Trainer then averages over batches
 
     def __init__(self, config: ZonalConfig) -> None:
         super().__init__(config)
@@ -396,21 +429,43 @@ class ZonalForImageClassification(ZonalPreTrainedModel):
     config_class = ZonalVisionConfig
     config: ZonalVisionConfig  # type: ignore[assignment]
     main_input_name = "pixel_values"
-    supports_gradient_checkpointing = False
+    accepts_loss_kwargs = False  # as of ZonalForSequenceClassification
 
     def __init__(self, config: ZonalVisionConfig) -> None:
         super().__init__(config)  # type: ignore[arg-type]
-        self.model = VisionEncoder(config.shape)
+        self.model = ImageClassifier(config.shape)
+        self.gradient_checkpointing = False
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.patches
+
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **others: Any) -> ImageClassifierOutput:
-        """Images (B, channels, image, image) -> logits (B, classes). labels: (B,)."""
-        logits = self.model(pixel_values.to(self.dtype))
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> ImageClassifierOutput:
+        """Images (B, channels, image, image) -> logits (B, classes).
+
+        labels: (B,) classes, or numbers for a regression; ``config.problem_type`` as in transformers.
+        output_hidden_states: return the input of each block, before tokens are merged for it, and the last hidden
+            state, each (B, tokens, dim).
+
+        Raises: ArgumentError for images of another size, and for ``output_attentions``.
+        """
+        self._refuse_weights(output_attentions)
+        states = self.model.encoder.states(self.model.tokens(pixel_values.to(self.dtype)))
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        kept = deque(states, maxlen=None if wanted else 1)
+        logits = self.model.head(kept[-1].pooled())
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.float(), labels.to(logits.device))
-        return ImageClassifierOutput(loss=loss, logits=logits)
+            loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=self.config)
+        hidden = tuple(state.x for state in kept) if wanted else None
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 
 __all__ = [

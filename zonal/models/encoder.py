@@ -5,7 +5,8 @@ an image classifier.
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +36,13 @@ class Encoder(nn.Module):
         merge: the tokens to merge before each layer, unless a call gives another schedule. None: no merging.
         eps: ε of the norms.
 
+    block: the class of the blocks.
+
     Raises:
         ArgumentError: sizes do not fit, an operator is unknown, or the schedule has another number of layers.
     """
+
+    block: type[Block] = Block
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Encoder(nn.Module):
         hidden = 8 * math.ceil(dim / 3) if hidden is None else hidden
         self.dim, self.merge = dim, merge
         self.blocks = nn.ModuleList(
-            Block(
+            self.block(
                 Attention(dim, heads, one, kv_heads=kv_heads, head_dim=head_dim, qk_dim=qk_dim, qk_norm=qk_norm,
                 causal=False), SwiGLU(dim, hidden), eps
             )
@@ -106,17 +111,29 @@ class Encoder(nn.Module):
         path: str = "auto",
     ) -> Merged:
         """The result of ``forward`` per bucket. Arguments as there."""
+        return deque(self.states(x, key_padding_mask=key_padding_mask, merge=merge, path=path), maxlen=1).pop()
+
+    def states(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        merge: MergeSchedule | None = None,
+        path: str = "auto",
+    ) -> Iterator[Merged]:
+        """The input of each block, before tokens are merged for it, and the result. Arguments as in ``forward``."""
         schedule = self.merge if merge is None else merge
         self._check_schedule(schedule)
         counts = (x.shape[1],) * len(self.blocks) if schedule is None else schedule.counts(x.shape[1])
         state = Merged.of(x, key_padding_mask)
         for block, count in zip(self.blocks, counts, strict=True):
+            yield state
             state = state.without(state.x.shape[1] - count)
             if state.x.shape[1] == x.shape[1]:
                 state = state.holding(block(state.x, key_padding_mask=key_padding_mask, path=path))
             else:
                 state = state.holding(block(state.x, mass=state.mass, path=path))
-        return state.holding(self.norm(state.x))
+        yield state.holding(self.norm(state.x))
 
     def _check_schedule(self, schedule: MergeSchedule | None) -> None:
         if schedule is not None and len(schedule.rates) != len(self.blocks):
@@ -199,14 +216,18 @@ class VisionEncoder(nn.Module):
     """Patches, learned positions, an ``Encoder``, the mean over patches, and a linear head.
 
     Source: Dosovitskiy et al. 2021, arXiv 2010.11929, without a class token.
+
+    stack: the class of the encoder.
     """
+
+    stack: type[Encoder] = Encoder
 
     def __init__(self, config: VisionConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.patches = nn.Linear(config.channels * config.patch**2, config.dim)
         self.positions = nn.Parameter(torch.empty(config.tokens, config.dim))
-        self.encoder = Encoder(
+        self.encoder = self.stack(
             config.dim,
             config.layers,
             config.heads,
