@@ -129,13 +129,15 @@ def test_a_mechanism_a_link_and_a_task(tmp_path: Path) -> None:
         put_in(tmp_path, "tests/matrix.py", (row, made), ('"linear", "retention"', '"bump", ')),
     }
     assert len(added) == 2
+    # few sequences: all are drawn at the first batch
+    entry = '    "echoed": _Entry("say it again", (), lambda name, given: Echoed(64, length=16, train_examples=8)),\n'
     task = {
         put(tmp_path, "zonal/tasks/echoed.py", TASK),
         put_in(
             tmp_path,
             "zonal/tasks/registry.py",
             ("from zonal.tasks.expressions import", "from zonal.tasks.echoed import Echoed\n"),
-            ('    "mqar": _Entry(', '    "echoed": _Entry("say it again", (), lambda name, given: Echoed()),\n'),
+            ('    "mqar": _Entry(', entry),
         ),
     }
     assert len(task) == 2

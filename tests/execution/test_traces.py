@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import zonal
 from zonal import Operator, anchor
@@ -58,3 +58,37 @@ def test_an_exported_call_holds_its_numbers(name: str) -> None:
     assert expected.abs().amax() > 0.1
     for _ in range(2):
         torch.testing.assert_close(program(*tensors), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_mode", [True, False])
+@pytest.mark.parametrize("name", ["squared_affine", "ska", "local_global"])
+@torch.no_grad()
+def test_decoding_with_fake_tensors_leaves_nothing(name: str, own_mode: bool) -> None:
+    """Inside their mode and outside of it; decoding of real tensors by the kernel follows."""
+    operator = m.resolve(name)
+    tensors = [*torch.randn(2, 1, 2, 40, next(SIZES)), torch.randn(1, 2, 40, 3)]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x) for x in tensors]
+
+    def decoded(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        y, memory = zonal.attention(q, k, v, operator, causal=True, return_memory=True)
+        token = [x[:, :, -1:] for x in (q, k, v)]
+        after, memory = zonal.attention(*token, operator, causal=True, memory=memory)
+        return [y, after, memory.decoder().step(*token)]
+
+    with contextlib.suppress(DataDependentOutputException), mode if own_mode else contextlib.nullcontext():
+        assert all(type(x) is FakeTensor for x in decoded(*fakes))
+    found = decoded(*tensors)
+    q, k, v = (torch.cat([x, x[:, :, -1:], x[:, :, -1:]], 2).double() for x in tensors)
+    exact = zonal.attention(q, k, v, m.resolve(name).double(), causal=True, path="dense")
+    torch.testing.assert_close(torch.cat(found, 2).double(), exact, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_who_sees_whom_is_kept_on_the_device_of_the_kernel() -> None:
+    """A default device of torch neither stops a call of tensors on the CPU nor changes later ones."""
+    operator, path, tensors = call_of("squared_affine", next(SIZES))
+    for length, device in ((30, "cpu"), (40, "meta"), (40, "cpu")):  # the first call reads the operator's numbers
+        with torch.device(device):
+            y = zonal.attention(*(x[:, :, :length] for x in tensors), operator, causal=True, path=path)
+        torch.testing.assert_close(y.cpu(), torch.ones(1, 2, length, 3), rtol=1e-5, atol=1e-5)

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-THREADS = "-O1 -g -fno-omit-frame-pointer -fsanitize=thread"
+MEMORY = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+THREADS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=thread"
 FAMILIES = (
     "cpp",
     "sums",

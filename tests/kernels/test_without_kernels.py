@@ -1,5 +1,6 @@
 """Where the kernels of sums and of ridge read-outs cannot be had: torch runs, and that is said once."""
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from zonal import mechanisms as m
 from zonal.errors import MissingKernelsWarning
 from zonal.execution.call import prepare
 from zonal.execution.paths import ridge, sums
+from zonal.formula import FORMULAS
 from zonal.kernels import native as native_kernels
+from zonal.kernels.build import BuildError
 
 KERNELS = {"sums": (m.squared_affine, sums), "ridge": (m.ska, ridge)}
 
@@ -62,5 +65,26 @@ def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypat
             warnings.simplefilter("error")
             assert torch.equal(chunked(operator, tensors), y)
         assert "could not be had" in str(kernel.refusal(prepare(operator, *tensors, causal=True)))  # type: ignore[arg-type]
+        # also one that was not tried
+        assert "a source with nothing but" in zonal.explain("softmax", (1, 1, 64, 8), causal=True, path="tiled").tiles
+    finally:
+        native_kernels.forget()
+
+
+def test_one_library_that_fails_says_nothing_about_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that makes other libraries is still named."""
+    code = FORMULAS["exp"]
+    compiler = shutil.which(native_kernels.compiler() or "")
+    fails = tmp_path / "fails"
+    fails.write_text(f'#!/bin/sh\ncase "$*" in *link.cpp*) echo "error: no" >&2; exit 1;; esac\nexec {compiler} "$@"\n')
+    fails.chmod(0o755)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(fails))
+    native_kernels.forget()
+    try:
+        with pytest.raises(BuildError, match="failed on link 'exp'"):
+            native_kernels.load(code)
+        assert "failed on link 'exp'" in str(native_kernels.missing(code, "tile"))
+        assert native_kernels.missing(code, "distance") is None
     finally:
         native_kernels.forget()

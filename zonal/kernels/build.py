@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,34 @@ def understands(compiler: str, isa: InstructionSet) -> bool:
         return True  # it does not run: compiling says so
 
 
+@functools.lru_cache(maxsize=8)
+def broken(compiler: str) -> str | None:
+    """Why a compiler makes no library at all, or None: it was given a source with a header and nothing else."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(folder) / "header.cpp"
+            text.write_text("#include <cmath>\n", encoding="utf-8")
+            _compiled(compiler, flags(SETS[-1]), text, text.with_suffix(".so"), "a source with nothing but <cmath>")
+    except BuildError as error:
+        return str(error)
+    except OSError:  # no place for the source: not known
+        pass
+    return None
+
+
+def _compiled(compiler: str, options: Sequence[str], text: Path, made: Path, what: str) -> None:
+    """Compile a file. what: its name in errors. Raises: BuildError with the compiler's first words when it fails."""
+    try:
+        ran = subprocess.run(
+            [compiler, *options, str(text), "-o", str(made)], capture_output=True, text=True, timeout=600, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"build: {compiler} did not finish ({error}).") from error
+    if ran.returncode:
+        first = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[:300].strip())
+        raise BuildError(f"build: {compiler} failed on {what} (exit {ran.returncode}): {first}")
+
+
 def defines(code: Formula) -> str:
     """The link as what stands in front of the template."""
     low, high = code.domain or (0.0, 0.0)
@@ -198,19 +226,7 @@ def make(compiler: str, code: Formula, source: str, isa: InstructionSet, library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         text, made, record = (Path(folder) / f"link{suffix}" for suffix in (".cpp", ".so", ".json"))
         text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
-        try:
-            ran = subprocess.run(
-                [compiler, *flags(isa), str(text), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=600,
-                check=False,
-            )
-        except subprocess.SubprocessError as error:
-            raise BuildError(f"build: {compiler} did not finish ({error}).") from error
-        if ran.returncode:
-            first = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[:300].strip())
-            raise BuildError(f"build: {compiler} failed on link {code.name!r} (exit {ran.returncode}): {first}")
+        _compiled(compiler, flags(isa), text, made, f"link {code.name!r}")
         digest = hashlib.sha256(made.read_bytes()).hexdigest()
         about = {
             "sha256": digest,
@@ -234,6 +250,7 @@ __all__ = [
     "BuildError",
     "InstructionSet",
     "alone",
+    "broken",
     "carried",
     "defines",
     "file_name",

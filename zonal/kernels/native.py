@@ -153,7 +153,7 @@ def missing(code: Formula, source: str) -> Reason:
         )
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
-    found = failure(code, source)
+    found = failure(code, source) or _no_library(code, source)
     return None if found is None else f"the kernel could not be had ({found})"
 
 
@@ -303,7 +303,7 @@ _failed: dict[tuple[Formula, str], str] = {}
 
 def forget() -> None:
     """Look for libraries anew, as a new process would; tests move what is there."""
-    for cached in (_chosen, _carried, _loaded, choice.say):
+    for cached in (_chosen, _carried, _loaded, choice.say, recipe.broken):
         cached.cache_clear()
     _failed.clear()
 
@@ -311,6 +311,13 @@ def forget() -> None:
 def failure(code: Formula, source: str = "tile") -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
     return _failed.get((code, source))
+
+
+def _no_library(code: Formula, source: str) -> str | None:
+    """Why a library that was not tried cannot be had, or None: another one has failed, and the compiler makes none."""
+    path = compiler() if _failed else None
+    found = None if path is None else recipe.broken(path)
+    return None if found is None or built(code, source) is not None else found
 
 
 def load(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> ctypes.CDLL:

@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zonal import torch_func
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.bound import Bound
@@ -37,6 +36,7 @@ from zonal.memory.sums import fading
 from zonal.memory.tokens import Tokens
 from zonal.memory.whitened import width_of
 from zonal.memory.windowed import WindowedSums, far_of
+from zonal.tracing import traced
 
 MOST_FADED = 12.0
 """After more nats of decay than this in one call torch's steps of ridge statistics run: what is left is too small for
@@ -80,8 +80,8 @@ def _refusal(family: Family, call: Call, kind: str, kinds: tuple[str, ...], othe
 
 
 def _unfit(call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
-    if torch.compiler.is_compiling() or torch_func.active():
-        return "a call that is traced or transformed needs operations of torch"
+    if traced() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in (call.q, call.k, call.v)):
+        return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
     if kind not in kinds:
         return f"a memory of kind {kind!r} is not in it"
     reason = other(call)
@@ -424,7 +424,7 @@ class RidgeSteps(Compiled):
             self._clipped or Clipped(1.0, None),
             (batch, self.heads, kv_heads, width_of(bound, call.head_dim), value_dim),
         )
-        powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64)
+        powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64, device="cpu")
         with torch.no_grad():
             scale = query_scale(call, anchor, clipped).contiguous()
             rho = anchor.ridge(bound.anchor_params, kv_heads).double().contiguous() if memory.fades else None

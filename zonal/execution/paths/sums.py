@@ -20,6 +20,7 @@ from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, sum
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
+from zonal.tracing import concrete
 
 Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """y of q, k and v, or None where the environment has switched kernels off since it was made."""
@@ -158,8 +159,9 @@ def places_of(seen: Visibility, keys: int) -> Places:
 
 @functools.lru_cache(maxsize=8)
 def _kept_places(rule: Rule, keys: int) -> Places:
-    found = intervals_of(*rule)
-    return places(None, found.lo, found.hi, None, keys)
+    with concrete():
+        found = intervals_of(*rule)
+        return places(None, found.lo, found.hi, None, keys)
 
 
 def runner(call: Call) -> Runner | None:

@@ -434,7 +434,7 @@ struct Tile {
       const Keys keys = {rows_of(at.k, at.k_step, at.index, s0, s1, c.D, block.keys), s0};
       const Keys values = {rows_of(at.v, at.v_step, at.index, s0, s1, c.P, block.values), s0};
       for (int k = 0; k < c.learned; ++k) partial[k] = V{};
-      for (V& sums : lanes) sums = V{};
+      for (int i = 0; i < 2 * BANDS; ++i) lanes[i] = V{};  // a reference would promise more alignment than V has
       for (int i = 0; i < BANDS; ++i) {
         const int32_t begin = i < bands ? std::max(s0, sights[i].first / W * W) : s1;
         const int32_t end = i < bands ? std::min(s1, sights[i].last) : s0;
