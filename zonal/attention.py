@@ -20,6 +20,7 @@ from zonal.execution.plan import PATHS, choose, run
 from zonal.memory import Memory
 from zonal.memory.alike import check_draws, same_declaration
 from zonal.names import known_names
+from zonal.stretch import active
 
 _PATHS = ("auto", *PATHS)
 
@@ -97,7 +98,15 @@ def attention(
         )  # fmt: skip
         call = weighted(call, action_mask, key_gate, memory.count if isinstance(memory, Memory) else 0)
         call = thinned(call, dropout)
-        _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
+        stretch = active()
+        _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None and stretch is None)
+        if stretch is not None:
+            if memory is not None or return_memory:
+                raise ArgumentError(
+                    "attention: within sequence_parallel the past is in other ranks, and a call neither takes nor "
+                    "leaves a memory. Leave memory and return_memory out (use_cache=False in transformers)."
+                )
+            return stretch.attend(call, path)
         if memory is None and not return_memory:
             # with nothing to sum, the definition is the answer, which planner, kernels and memories need not know
             return dense(call) if call.empty else run(choose(call, path), call)[0]

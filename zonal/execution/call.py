@@ -430,6 +430,30 @@ def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | No
     )
 
 
+def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) -> Call:
+    """The call on its tokens [start, stop) alone, as one document or as those of ``cu_seqlens``; T = S."""
+    part = slice(start, stop)
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[:, :, part]
+
+    raw = None
+    if call.raw is not None:
+        raw = Raw(call.raw.q[:, :, part], call.raw.k[:, :, part], call.raw.v[:, :, part], call.raw.scale)
+    tokens = Prepared(*(x[:, :, part] for x in call.tokens)) if raw is None else None
+    mask = call.visibility.key_mask
+    seen = visibility(
+        stop - start, stop - start, without_bias(call.bound.priors), causal=call.causal, include_self=call.include_self,
+        key_padding_mask=None if mask is None else mask[:, part], cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    decay, key_bias = cut(call.log_decay), cut(call.key_bias)
+    shared = None if call.shared is None else (call.shared[0][:, :, part], call.shared[1][:, :, part])
+    return replace(
+        call, raw=raw, prepared=tokens, visibility=seen, bias=bias_of(call.bound, seen, decay, key_bias),
+        log_decay=decay, key_bias=key_bias, shared=shared,
+    )  # fmt: skip
+
+
 def tail(call: Call, first: int) -> Call:
     """The call without its first queries."""
     tokens = Prepared(call.q[:, :, first:], call.k, call.v)

@@ -16,6 +16,7 @@ from zonal.errors import ArgumentError
 from zonal.hf.cache import MemoryCache
 from zonal.hf.layers import NAME, need, open_scale, operator_of, read_out, scale_of, windowed
 from zonal.hf.packing import MaskFunction, offsets_of_mask
+from zonal.stretch import active
 
 _SOME_SIZE = 64  # of a head, a square as some scores need it
 # what models may hand to their attention and an operator has no place for
@@ -56,6 +57,7 @@ def attend(
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
     mask = _mask_of(call, module, attention_mask, others)
+    _check_stretch(call, module, query, mask, others.get("position_ids"))
     if scaling is not None and scaling != scale_of(module):  # the layer has scaled its queries itself, in part
         query = query * (scaling / scale_of(module))
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
@@ -116,6 +118,7 @@ def _attend_by_name(
     lacking: what the operator would have to keep, or None.
     """
     mask, causal = _mask_of(name, module, attention_mask, others), bool(module.is_causal)
+    _check_stretch(name, module, query, mask, others.get("position_ids"))
     lacking = lacking or need(operator, query.shape[3], causal)
     if lacking is not None:
         raise ArgumentError(
@@ -184,6 +187,21 @@ def _mask_of(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[
             f"({type(module).__name__} may be such a layer), give each document a row."
         )
     return _Mask(real)
+
+
+def _check_stretch(call: str, module: nn.Module, query: Tensor, mask: _Mask, positions: Tensor | None) -> None:
+    """Raise ArgumentError for positions that do not go on from the stretch of another rank, or are not known."""
+    stretch = active()
+    if stretch is None or getattr(module, "layer_idx", 0):
+        return
+    if positions is None:
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} is not told the positions of its tokens, so that sequence_parallel "
+            "cannot see whether they go on from one rank to the next. Use a model that hands position_ids to its "
+            "layers, such as Llama."
+        )
+    every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    stretch.check_positions(positions, every if mask.real is None else mask.real)
 
 
 def _starts_again(positions: Tensor, real: Tensor | None) -> bool:

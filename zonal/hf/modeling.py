@@ -33,6 +33,7 @@ from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
 from zonal.nn.memory import Past
+from zonal.stretch import active
 
 # what callers of all models pass on: the loss takes the first, and position_ids say the same as the others
 _UNUSED = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -325,6 +326,11 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
             labels: (B, T), the tokens themselves, −100 where no prediction counts. The loss is of the next token.
             logits_to_keep: only the logits of the last tokens, or of these positions. 0: of all.
         """
+        if labels is not None and others.get("shift_labels") is None and active() is not None:
+            raise ArgumentError(
+                "ZonalForCausalLM: within sequence_parallel the label of a stretch's last token is on the next rank. "
+                "Shift the labels of the whole sequence and pass this rank's part as shift_labels, beside labels."
+            )
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **others
         )
@@ -399,6 +405,11 @@ class ZonalForSequenceClassification(ZonalPreTrainedModel):
 
         labels: (B,) classes, or numbers for a regression; ``config.problem_type`` as in transformers.
         """
+        if active() is not None:
+            raise ArgumentError(
+                "ZonalForSequenceClassification: a class is read from the whole text, which sequence_parallel splits "
+                "over ranks. Call the model outside of its with block."
+            )
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             attention_mask = input_ids != self.config.pad_token_id
         outputs = self.model(

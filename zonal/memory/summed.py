@@ -191,7 +191,7 @@ class Summed(Memory):
     def copied(self) -> Self:
         copy = replace(
             self,
-            **{name: x.clone() for name, x in self._own().items()},
+            **{name: x.clone() for name, x in self.numbers().items()},
             seams=tuple(seam.clone() for seam in self.seams),
             borders=marks.copied(self.borders),
             pending=None if self.pending is None else self.pending.map(torch.clone),
@@ -207,16 +207,16 @@ class Summed(Memory):
     def bytes_at(self, length: int) -> int:
         form, waiting = self.form, 0 if self.chunk is None else length % self.chunk
         token = (self.operator.score.width(form.key_dim) + form.value_dim) * form.statistics.itemsize
-        held = self._own() | seams.named(self.seams) | marks.named(self.borders)
+        held = self.numbers() | seams.named(self.seams) | marks.named(self.borders)
         return sum(x.nbytes for x in held.values()) + self.derived_bytes + form.batch * form.heads * waiting * token
 
-    def _own(self) -> dict[str, Tensor]:
+    def numbers(self) -> dict[str, Tensor]:
         """The tensors that every memory of this kind has, by name."""
         return {name: getattr(self, name) for name in self._layout(self.operator, self.form)}
 
     def tensors(self) -> dict[str, Tensor]:
         pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
-        return self._own() | seams.named(self.seams) | marks.named(self.borders) | pending
+        return self.numbers() | seams.named(self.seams) | marks.named(self.borders) | pending
 
     def plain(self) -> dict[str, int]:
         return seams.places_by_name(self.seams) | marks.places(self.borders)

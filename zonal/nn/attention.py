@@ -29,6 +29,7 @@ from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import check_masks, document_positions
 from zonal.nn.rotary import Rotary
 from zonal.nn.topology import Earlier, deaths
+from zonal.stretch import active
 
 _ALONE = Inputs()
 ReadoutNorm = Literal["auto", "head", "concat"]
@@ -106,6 +107,7 @@ class Attention(TokenMixer):
     """
 
     merges = True
+    splits = True
 
     def __init__(
         self,
@@ -445,7 +447,7 @@ class Attention(TokenMixer):
             )
         q, k, v = self._queries(inner), self._keys(inner), self._split(self.value(inner), self.kv_heads)
         if self.rotary is not None:
-            positions = self._positions(x.shape[1], inputs)
+            positions = self._positions(x, inputs)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         q, k = self._lifted(q), self._lifted(k)
         if self.neighbours:
@@ -558,16 +560,19 @@ class Attention(TokenMixer):
         """(B, T, heads · d) -> (B, heads, T, d)."""
         return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
-    def _positions(self, length: int, inputs: Inputs) -> Tensor | int:
+    def _positions(self, x: Tensor, inputs: Inputs) -> Tensor | int:
         """Positions count real tokens only, so that padding shifts nothing."""
+        stretch = active()
+        if stretch is not None:
+            return stretch.positions(x, inputs.key_padding_mask, inputs.cu_seqlens)
         start = 0 if inputs.before is None else inputs.before.position
         if inputs.cu_seqlens is not None:
-            return document_positions(inputs.cu_seqlens, length)
+            return document_positions(inputs.cu_seqlens, x.shape[1])
         if inputs.key_padding_mask is not None:
             within = inputs.key_padding_mask.cumsum(dim=1) - 1
             return within.clamp(min=0) + (start[:, None] if isinstance(start, Tensor) else start)
         if isinstance(start, Tensor):
-            return start[:, None] + torch.arange(length, device=start.device)
+            return start[:, None] + torch.arange(x.shape[1], device=start.device)
         return start
 
     def _read_out(self, y: Tensor) -> Tensor:

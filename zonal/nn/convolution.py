@@ -11,6 +11,7 @@ from zonal.kernels.mixer import WIDEST, ConvolutionInputs, ConvolutionSpec, shor
 from zonal.nn.compiled import refusal
 from zonal.nn.initialise import Draws
 from zonal.nn.positions import check_masks, document_index, document_positions
+from zonal.stretch import Stretch, Tensors, active
 
 
 def _windows(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,6 +54,15 @@ class _Filter(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dtaps = torch.stack([(grad * x[:, i : i + grad.shape[1]]).sum((0, 1)) for i in range(width)], dim=1)
         return dx, dtaps, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+
+
+def _joined_tails(a: Tensors, count: int, b: Tensors, more: int) -> Tensors:
+    """The tail after the tokens of two pieces: (B, w − 1, dim), and how many real tokens it has, (B,), at its end."""
+    (older, before), (newer, real) = a, b
+    gap = newer.shape[1]
+    place = torch.arange(gap, device=newer.device) + real[:, None]
+    moved = older.gather(1, place.clamp(max=gap - 1)[..., None].expand_as(older))
+    return torch.where((place < gap)[..., None], moved, newer), (before + real).clamp(max=gap)
 
 
 class ShortConvolution(nn.Module):
@@ -164,9 +174,49 @@ class ShortConvolution(nn.Module):
                 f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}."
             )
         tail = None if tail is None else tail.to(x.dtype)
-        compiled = length > 1 and self.width <= WIDEST and refusal(x, tail, self.weight, self.bias) is None
+        stretch = active()
+        if stretch is not None:
+            return self._continued(stretch, x, sizes, heads, key_padding_mask, cu_seqlens)
+        return self._filtered(x, sizes, tail, heads, key_padding_mask, cu_seqlens)
+
+    def _filtered(
+        self,
+        x: Tensor,
+        sizes: list[int],
+        tail: Tensor | None,
+        heads: int,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """``parts`` of checked arguments."""
+        compiled = x.shape[1] > 1 and self.width <= WIDEST and refusal(x, tail, self.weight, self.bias) is None
         filtered = self._compiled if compiled else self._by_torch
-        return filtered(x, sizes, tail, heads, key_padding_mask, cu_seqlens)
+        return filtered(x, sizes, tail, heads, mask, cu_seqlens)
+
+    def _continued(
+        self,
+        stretch: Stretch,
+        x: Tensor,
+        sizes: list[int],
+        heads: int,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """``parts`` of a stretch of longer sequences: its first document continues from the tail of earlier ones."""
+        cut = stretch.cut(x, x.shape[1], cu_seqlens)
+        own, real = x[:, cut.last :], torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        tail = self.empty_tail(x.shape[0], x.dtype, x.device)
+        if own.shape[1]:
+            present = real + own.shape[1] if mask is None else mask[:, cut.last :].sum(1)
+            order = None if mask is None else torch.argsort(~mask[:, cut.last :], dim=1, stable=True)
+            tail, real = self._after(own, None, order, present, None), present.clamp(max=self.width - 1)
+        tail, _ = stretch.before((tail, real), _joined_tails, (x,))
+        head = None if mask is None else mask[:, : cut.head]
+        y, after = self._filtered(x[:, : cut.head], sizes, tail, heads, head, None)
+        if cut.rest is None:
+            return y, after
+        others, after = self._filtered(x[:, cut.head :], sizes, None, heads, None, cut.rest)
+        return [torch.cat(both, 1) for both in zip(y, others, strict=True)], after
 
     def _compiled(
         self,

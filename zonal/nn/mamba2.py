@@ -46,6 +46,8 @@ class Mamba2(TokenMixer):
         ArgumentError: sizes do not fit.
     """
 
+    splits = True
+
     def __init__(
         self,
         dim: int,

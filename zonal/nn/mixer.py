@@ -19,6 +19,7 @@ from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerDecoder, LayerMemory, Past, load_memories
 from zonal.nn.positions import check_masks
+from zonal.stretch import active
 
 
 class Inputs(NamedTuple):
@@ -71,6 +72,8 @@ class TokenMixer(nn.Module, abc.ABC):
     """Whether the layer can read merged tokens; its ``forward`` then takes a mass."""
     carries: tuple[str, ...] = ()
     """Names of the tensors that its memories carry in addition to keys and values."""
+    splits: bool = False
+    """Whether the layer continues across the borders of stretches in sequence parallelism."""
     parts_beside: int = 0
     """The number of memories after the first, in a layer of several parts."""
 
@@ -159,6 +162,9 @@ class TokenMixer(nn.Module, abc.ABC):
         Raises:
             ArgumentError: shapes, masks or the memory do not fit the layer, or it has no use for an argument.
         """
+        if active() is not None:
+            given = (memory, mass, context, context_padding_mask)
+            self._check_splits(return_memory or report is not False or any(x is not None for x in given))
         if context is not None or context_padding_mask is not None:
             others = (memory, cu_seqlens, action_mask, mass)
             if context is None or return_memory or report is not False or any(other is not None for other in others):
@@ -263,6 +269,19 @@ class TokenMixer(nn.Module, abc.ABC):
 
     def _refused(self, text: str) -> ArgumentError:
         return ArgumentError(f"nn.{type(self).__name__}: {text}")
+
+    def _check_splits(self, further: bool) -> None:
+        """Raise ArgumentError for what sequence parallelism does not split over ranks. further: of the arguments."""
+        if not self.splits or self.operator.score.deaths:
+            raise self._refused(
+                "the layer hands on more than keys, values and a convolution's tail, which sequence_parallel does not "
+                "split over ranks. Use nn.Attention without neighbourhoods, nn.Mamba2 or mixtures of them."
+            )
+        if further:
+            raise self._refused(
+                "within sequence_parallel the past is in other ranks. Leave memory, return_memory, mass, context and "
+                "report out."
+            )
 
     def _check_uses(self, action_mask: Tensor | None, mass: Tensor | None) -> None:
         """Raise ArgumentError for arguments that this kind of layer has no use for."""

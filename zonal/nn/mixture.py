@@ -33,6 +33,8 @@ class Mixture(TokenMixer):
         ArgumentError: parts do not fit together.
     """
 
+    splits = True
+
     def __init__(self, parts: Sequence[TokenMixer], hidden: int = 16) -> None:
         super().__init__()
         found = [*parts]

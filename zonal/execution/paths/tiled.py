@@ -73,12 +73,12 @@ def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int
     return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block
 
 
-def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P) by torch."""
+def parts_of(call: Call) -> Parts:
+    """What the tiles of a call are made from."""
     anchor = call.bound.anchor
     top = cast(TopK, anchor) if call.tags.top else None
     summed = Row() if top else cast(SumAnchor, anchor)
-    parts = Parts(
+    return Parts(
         call.bound.score,
         call.bound.link,
         summed,
@@ -88,6 +88,11 @@ def tiled(call: Call) -> Tensor:
         call.bias.slope,
         call.bound.groups,
     )
+
+
+def tiled(call: Call) -> Tensor:
+    """y (B, H, T, P) by torch."""
+    parts = parts_of(call)
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)
 

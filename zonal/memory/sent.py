@@ -1,0 +1,43 @@
+"""A memory as tensors whose shapes do not depend on its tokens, as processes send it to one another."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from zonal.memory.base import Memory
+from zonal.memory.summed import Summed
+from zonal.memory.sums import Sums, fading
+from zonal.memory.tokens import Tokens
+from zonal.memory.windowed import WindowedSums
+
+
+def blank(memory: Memory, tokens: Tokens) -> Memory:
+    """An empty memory of sums as it becomes with such tokens: its sums fade if they bring a decay."""
+    if isinstance(memory, Sums) and tokens.log_decay is not None:
+        return fading(memory)
+    if isinstance(memory, WindowedSums):
+        return replace(memory, tokens=memory.tokens.completed(tokens._replace(mask=None)))
+    return memory
+
+
+def sent(memory: Memory) -> dict[str, Tensor]:
+    """The tensors of a memory of sums by name. Borders of earlier merges, which only subtracting needs, are left out.
+
+    A window of keys is filled up with padding.
+    """
+    if isinstance(memory, WindowedSums):
+        kept = memory.tokens.with_mask()
+        return replace(memory, tokens=kept.preceded(memory.reach - kept.length)).tensors()
+    assert isinstance(memory, Summed)
+    return memory.numbers()
+
+
+def received(empty: Memory, count: int, tensors: dict[str, Tensor]) -> Memory:
+    """The memory of ``count`` tokens that ``sent`` gave. empty: like it, before its first token."""
+    if isinstance(empty, WindowedSums):
+        return type(empty).restored(empty.operator, empty.form, count, tensors, {})
+    assert isinstance(empty, Summed)
+    return replace(empty, count=count, **tensors)  # type: ignore[arg-type]
+
+
+__all__ = ["blank", "received", "sent"]
