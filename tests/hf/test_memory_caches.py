@@ -2,6 +2,7 @@
 beams, padding, assisted generation, and what is refused.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -147,17 +148,37 @@ def test_layers_by_index_by_mapping_and_by_function() -> None:
 
 
 @torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself() -> None:
+    """``copy.deepcopy`` of a prefix's cache is transformers' way to use it several times."""
+    model, tokens = llama(), drawn(2, 12)
+    prefix = hf.MemoryCache()
+    model(tokens[:, :7], past_key_values=prefix)
+    again = copy.deepcopy(prefix)
+    first, second = (model(tokens[:, 7:], past_key_values=cache).logits for cache in (prefix, again))
+    assert torch.equal(first, second)
+    assert prefix.get_seq_length() == again.get_seq_length() == 12
+
+
+@torch.no_grad()
 def test_what_a_cache_does_not_take() -> None:
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=29, **SIZES)).eval()
     cache = hf.MemoryCache()
-    plain(drawn(1, 5), past_key_values=cache)
     with pytest.raises(ArgumentError, match=r"Convert the model with zonal.hf.convert"):
-        plain(drawn(1, 1), past_key_values=cache)
+        plain(drawn(1, 5), past_key_values=cache)
     model, cache = llama(), hf.MemoryCache()
     model(drawn(2, 5), past_key_values=cache)
+    size = cache.memory().nbytes
     with pytest.raises(ArgumentError, match="holds 2 sequences, and the call is of 3"):
         model(drawn(3, 1), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="layer 0 was made by operator 'squared_affine' of another model"):
+        llama("sko")(drawn(2, 1), past_key_values=cache)
+    assert (cache.get_seq_length(), cache.memory().nbytes) == (5, size)
+    with pytest.raises(ArgumentError, match="ZonalCache: this cache is for the models of this library"):
+        model(drawn(2, 1), past_key_values=hf.ZonalCache())
+    for shape in ((2, 4), (2, 7), (1, 6)):  # after 5 tokens, 1 or 6 may be given
+        with pytest.raises(ArgumentError, match=r"attention_mask must be \(batch, tokens\) = \(2, 6\)"):
+            model(drawn(2, 1), past_key_values=cache, attention_mask=torch.ones(shape))
     with pytest.raises(ArgumentError, match="Call the model with it"):
         hf.MemoryCache().memory()
     with pytest.raises(ArgumentError, match="unknown cache 'memories'"):
@@ -204,12 +225,17 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3": SIZES,
     "Phi3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "attention_dropout": 0.0, "resid_pdrop": 0.0},
+    "Phi": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "attention_dropout": 0.0},
+    "StableLm": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 4},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
 def test_decoders_say_the_same_with_keys_and_with_memories(kind: str) -> None:
+    """Phi, StableLM and GPT-NeoX turn a part of each head by position, a half or a quarter."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=29, pad_token_id=0, bos_token_id=1, eos_token_id=None, **DECODERS[kind]

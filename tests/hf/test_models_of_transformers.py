@@ -388,6 +388,12 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
         made(text, attention_mask=torch.ones(2, 5))
     with pytest.raises(ArgumentError, match="one of input_ids and inputs_embeds"):
         made()
+    with pytest.raises(ArgumentError, match=r"tokens must be integers \(batch, length >= 1\)"):
+        made(text[:, :0])
+    with pytest.raises(ArgumentError, match=r"tokens must lie in \[0, 97\), received .* 197"):
+        made(torch.full_like(text, 197))
+    with pytest.raises(ArgumentError, match="must be a ZonalCache of this model, received a MemoryCache"):
+        made(text, past_key_values=hf.MemoryCache())
     foreign = DynamicCache()
     foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
     with pytest.raises(ArgumentError, match="must be a ZonalCache of this model"):

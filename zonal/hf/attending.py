@@ -241,8 +241,8 @@ def padding(
         each row is one sequence of real tokens.
 
     Raises:
-        ArgumentError: the mask is of another kind: a function of the user's, blocks that see later tokens, or a cache
-            with space for later tokens.
+        ArgumentError: the mask has another shape, or is of another kind: a function of the user's, blocks that see
+            later tokens, or a cache with space for later tokens.
     """
     plain, grows = (
         allow_is_causal_skip or allow_is_bidirectional_skip,
@@ -257,6 +257,12 @@ def padding(
         )
     if attention_mask is None:
         return None if plain else offsets_of_mask(mask_function, batch_size, q_length, device)
+    whole = (batch_size, kv_offset + kv_length)
+    if attention_mask.shape not in (whole, (batch_size, kv_length)):
+        raise ArgumentError(
+            f"hf.convert: attention_mask must be (batch, tokens) = {whole}, tokens of the cache included, nonzero for "
+            f"a real token, received {tuple(attention_mask.shape)}."
+        )
     seen = attention_mask[:, -kv_length:]
     return None if bool(seen.all()) else seen
 

@@ -80,6 +80,10 @@ class OperatorCache(Cache, abc.ABC):
         """A copy that goes on by itself."""
         return type(self)(self.memory().fork() if self._pasts else None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As ``fork``: transformers' way to use the cache of a prefix several times."""
+        return self.fork()
+
     # --- for transformers -------------------------------------------------------------------------------------------
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -203,6 +207,15 @@ class ZonalCache(OperatorCache):
         """Number of tokens read, padding included."""
         return self._length
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *inputs: Any, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raises ArgumentError: no layer of this library hands over keys and values."""
+        raise ArgumentError(
+            "ZonalCache: this cache is for the models of this library (ZonalForCausalLM), and received keys and values "
+            "of another. Use MemoryCache for a converted model."
+        )
+
     @property
     def is_croppable(self) -> bool:
         return self._recorded is not None
@@ -277,12 +290,12 @@ class MemoryCache(OperatorCache):
         """The new keys and values alone. The keys say which cache and layer they belong to, and the attention function
         of the converted layer reads them there (``of_keys``, ``read``).
 
-        Raises: ArgumentError if nothing has read the tokens of the call before, as in a model that was not converted.
+        Raises: ArgumentError if the layer before has not read its tokens, as in a model that was not converted.
         """
-        if layer_idx in self._unread:
+        if self._unread:
             raise ArgumentError(
-                "MemoryCache: the attention of this model has not read the tokens of the last call from the cache. "
-                "Convert the model with zonal.hf.convert, and use a new cache after a call that failed."
+                f"MemoryCache: the attention of layer {min(self._unread)} has not read the tokens of its call from the "
+                "cache. Convert the model with zonal.hf.convert, and use a new cache after a call that failed."
             )
         self._unread.add(layer_idx)
         marked = key_states.view_as(key_states)
@@ -307,6 +320,11 @@ class MemoryCache(OperatorCache):
             raise ArgumentError(
                 f"MemoryCache: the cache holds {past.batch} sequences, and the call is of {len(q)}. Use a cache of "
                 "this batch."
+            )
+        if past.operator is not operator:
+            raise ArgumentError(
+                f"MemoryCache: the memory of layer {layer} was made by operator {past.operator.name!r} of another "
+                "model, or before this one was converted again. Use a new cache."
             )
         self.readings.pop(layer, None)
         report = self.report.get(layer, False)

@@ -23,7 +23,7 @@ from transformers.utils.generic import can_return_tuple
 
 from zonal import models
 from zonal.errors import ArgumentError
-from zonal.hf.cache import ZonalCache, start_generation
+from zonal.hf.cache import OperatorCache, ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.packing import document_offsets
 from zonal.memory import Criterion, Reading
@@ -35,8 +35,9 @@ from zonal.nn import Block, Records
 from zonal.nn.memory import Past
 from zonal.stretch import active
 
-# what callers of all models pass on: the loss takes the first, and position_ids say the same as the others
-_UNUSED = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_LOSS = ("num_items_in_batch", "shift_labels")  # arguments of transformers' losses
+# what collators add for other attention; position_ids say the same
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class ZonalPreTrainedModel(PreTrainedModel):
@@ -158,10 +159,10 @@ class ZonalModel(ZonalPreTrainedModel):
             output_hidden_states: return the embedding, the output of each block but the last, and the last hidden
                 state.
 
-        Raises: ArgumentError for a mask, cache or positions that do not fit, for ``output_attentions``, and for
+        Raises: ArgumentError for tokens, a mask, cache or positions that do not fit, for ``output_attentions``, and for
             arguments of other models.
         """
-        unknown = [name for name, value in others.items() if name not in _UNUSED and value is not None]
+        unknown = [name for name, value in others.items() if name not in (*_LOSS, *_PACKED) and value is not None]
         if unknown:
             raise ArgumentError(
                 f"ZonalModel: {unknown[0]} is not an argument of this model. Leave it out; if a tokenizer makes it, "
@@ -175,7 +176,7 @@ class ZonalModel(ZonalPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
         self._refuse_weights(output_attentions)
-        x = self.core.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.core._embed(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
         offsets = document_offsets(position_ids, x, real)
@@ -201,7 +202,7 @@ class ZonalModel(ZonalPreTrainedModel):
         """The cache to read after and to fill, or None."""
         if isinstance(given, ZonalCache):
             return given
-        if given is not None and given.get_seq_length():
+        if isinstance(given, OperatorCache) or (given is not None and given.get_seq_length()):
             raise ArgumentError(
                 f"ZonalModel: past_key_values must be a ZonalCache of this model, received a {type(given).__name__} of "
                 f"{given.get_seq_length()} tokens. Leave it out, or read the tokens again."
