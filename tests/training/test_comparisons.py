@@ -309,7 +309,7 @@ def test_an_operator_that_cannot_run_is_refused_before_anything_runs(tmp_path, m
     def refuse(config, seed):
         raise ArgumentError("Attention: this operator cannot do that.")
 
-    monkeypatch.setattr(plan_module, "build", refuse)
+    monkeypatch.setattr(plan_module, "language_model", refuse)
     with pytest.raises(ArgumentError, match="cannot do that"):
         Comparison(tmp_path, a_spec()).run()
     assert not list(tmp_path.iterdir())

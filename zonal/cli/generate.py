@@ -13,7 +13,7 @@ from zonal.cli.options import device, shown
 from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.limits import COUNT, SEED, SHARE, Between
-from zonal.models import Sampler
+from zonal.models import CausalLM, Sampler
 from zonal.training import load_model
 
 DESCRIPTION = """\
@@ -130,6 +130,11 @@ def run(options: Generate, command: str) -> int:
         )  # fmt: skip
         return 0
     model, config = load_model(checkpoint_in(options.model))
+    if not isinstance(model, CausalLM):
+        raise ArgumentError(
+            f"generate: a model that reads from left to right is required, {options.model} is an encoder. "
+            "Train one with --task text."
+        )
     model = model.to(device(options.device))
     written = codec(config["identity"]["task"], model.config.vocab_size)
     prompt = written.encode(options.prompt)

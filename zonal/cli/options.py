@@ -57,7 +57,7 @@ class TaskOptions(tasks.TaskSettings, _TaskName):  # fields of the last base com
 
 @dataclass(frozen=True)
 class ModelOptions(ModelSettings):
-    """The decoder in which every operator is trained."""
+    """The model in which every operator is trained: a decoder, or an encoder where the task lets tokens see all."""
 
     layers: Annotated[int, Between(1, 4096)] = 2
     """Number of layers."""
@@ -65,15 +65,18 @@ class ModelOptions(ModelSettings):
     """Width of the residual stream."""
     heads: Annotated[int, Between(1, 4096)] = 4
     """Attention heads per layer."""
-    conv: Annotated[int, Between(0, 4096)] = 4
-    """Width of the short causal convolution before the projections; 0 for none."""
+    conv: Annotated[int | None, Between(0, 4096)] = None
+    """Width of the short causal convolution before the projections; 0 for none. None: 4, or 0 where tokens see all."""
     silent_tokens: str | None = None
     """Tokens, such as 0,1, that ridge and Koopman read-outs do not store. Other layers treat them like any token."""
 
     def config(self, task: tasks.Task, layers: tuple[str, ...]) -> ModelConfig:
         """The model for ``task`` with these operators, one per layer."""
         silent = () if self.silent_tokens is None else parse.tokens(self.silent_tokens)
-        changes = {"layers": layers, "silent_tokens": silent, "vocab_size": task.vocab_size, "max_len": task.length}
+        changes = {
+            "layers": layers, "silent_tokens": silent, "vocab_size": task.vocab_size, "max_len": task.length,
+            "causal": task.causal, "conv": (4 if task.causal else 0) if self.conv is None else self.conv,
+        }  # fmt: skip
         return ModelConfig(**{**vars(self), **changes})
 
 
@@ -126,9 +129,8 @@ def device(name: str) -> torch.device:
 def title(task: tasks.Task) -> str:
     """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
     if isinstance(task, tasks.Text):
-        return f"Language modelling of {task.title}" + (
-            "" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it"
-        )
+        kind = "Language modelling" if task.causal else "Masked language modelling"
+        return f"{kind} of {task.title}" + ("" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it")
     return f"{_KINDS.get(type(task), 'Associative recall')} ({task.name})"
 
 

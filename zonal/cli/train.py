@@ -12,7 +12,7 @@ from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import RATE, SEED
-from zonal.models import ModelConfig, build, layer_list, preset
+from zonal.models import ModelConfig, language_model, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
@@ -111,7 +111,7 @@ def run(options: Train, command: str) -> int:
     shape = model_of(options, task)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
-    model = build(shape, options.seed).to(device(options.device))
+    model = language_model(shape, options.seed).to(device(options.device))
     folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
     heading = (
@@ -140,6 +140,6 @@ def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int
             f"{formats.seconds(result.seconds)} of training."
         )
     print(f"Model: {folder / 'checkpoint.safetensors'}")
-    if isinstance(task, tasks.Text):
+    if isinstance(task, tasks.Text) and task.causal:
         print(f'Try: zonal generate --model {folder} --prompt "Once" --max-new-tokens 200')
     return 0

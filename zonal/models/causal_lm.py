@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,31 +13,16 @@ from zonal.errors import ArgumentError
 from zonal.memory import Criterion, Reading
 from zonal.models import files
 from zonal.models.config import ModelConfig
-from zonal.models.cross_entropy import predict_rows
 from zonal.models.decoder import ModelDecoder
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.models.parts import LanguageModel, rotary_of
 from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
-from zonal.nn import Attention, Records, Rotary, TokenMixer
+from zonal.nn import Attention, Records, Rotary
 from zonal.nn.memory import Past, load_memories
 
 FINISHED = -1
-
-
-class Predictions(NamedTuple):
-    """The predictions at the N supervised positions, in reading order.
-
-    predicted, target: token ids, (N,).
-    row: the sequence of each position in the batch, (N,).
-    loss: in nats, (N,), float32 or better.
-    """
-
-    predicted: Tensor
-    target: Tensor
-    row: Tensor
-    loss: Tensor
 
 
 class Continued(NamedTuple):
@@ -64,6 +49,8 @@ class CausalLM(LanguageModel):
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        if not config.causal:
+            raise ArgumentError("CausalLM: a config with causal=True is required. TextEncoder takes causal=False.")
         rotary = rotary_of(config)
         super().__init__(
             config,
@@ -132,37 +119,6 @@ class CausalLM(LanguageModel):
             x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored)
             records = self.history.kept(records, x)
         return self.norm(self.history(records))
-
-    @torch.no_grad()
-    def predict(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-        piece: int | None = None,
-    ) -> Predictions:
-        """The most likely token and the loss at every supervised position. Arguments as in ``loss``, and this:
-
-        Args:
-            piece: read this many tokens at a time, each piece from the memory of those before. None: read all at once.
-                The results differ only by rounding; pieces bound the memory that reading takes.
-        """
-        supervised = self._supervised("predict", tokens, targets)
-        if piece is None or piece >= tokens.shape[1]:
-            hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-        elif piece < 1 or cu_seqlens is not None:
-            raise ArgumentError(
-                f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}."
-            )
-        else:
-            hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, path)
-        rows = hidden[supervised]
-        wanted = targets[supervised]
-        predicted, loss = predict_rows(rows, self._head_weight(), wanted)
-        return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -415,32 +371,11 @@ class CausalLM(LanguageModel):
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
-    def num_parameters(self) -> int:
-        """Number of trainable parameters. A tied weight counts once."""
-        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-
-    def learned(self) -> list[dict[str, Any]]:
-        """For each layer its operator spec and the learned quantities of the operator, as plain lists."""
-        return [
-            {"layer": index, "operator": spec, **block.attention.learned()}
-            for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
-        ]
-
     def reads(self, tokens: int) -> tuple[Tensor, ...]:
         """The inputs that each layer can read, bool (T, T) per layer, for ``tokens`` tokens. These are the layers of
         ``zonal.influence``; no derivative of the model lies outside their ``reach``.
         """
         return tuple(block.attention.reads(tokens) for block in self._blocks())
-
-    @torch.no_grad()
-    def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
-        """The index, the layer and the input (B, T, dim) of each layer when the model reads tokens (B, T), without
-        gradients.
-        """
-        records: Records = (self._embed(tokens),)
-        for index, block in enumerate(self._blocks()):
-            yield index, block.attention, block.mixing().charted(records)
-            records = self.history.kept(records, block(records, path=path, action_mask=self._stored(tokens)))
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
@@ -508,7 +443,13 @@ class CausalLM(LanguageModel):
         loud = torch.stack([tokens != silent for silent in self.config.silent_tokens]).all(0)
         return loud if action_mask is None else loud & action_mask
 
-    def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
+    def _hidden_in_pieces(
+        self, tokens: Tensor, piece: int, mask: Tensor | None, cu_seqlens: Tensor | None, path: str
+    ) -> Tensor:
+        if piece < 1 or cu_seqlens is not None:
+            raise ArgumentError(
+                f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}."
+            )
         layers, found = self.empty_memory(tokens.shape[0]).layers, []
         for begin in range(0, tokens.shape[1], piece):
             part = slice(begin, begin + piece)

@@ -14,7 +14,7 @@ from zonal.typed import check_fields
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 # fields that older saved runs do not have: such a run has their defaults, and can be resumed
-_LATER = ("residual", "experts", "experts_per_token", "silent_tokens", "rope_scaling")
+_LATER = ("residual", "experts", "experts_per_token", "silent_tokens", "rope_scaling", "causal")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class ModelConfig(ModelSettings):
         max_len: the intended length in tokens. It is recorded, and does not limit inputs.
         silent_tokens: tokens, such as a filler, that ridge and Koopman read-outs read but do not store
             (``action_mask``). Other layers treat them as ordinary tokens.
+        causal: each token sees those before it (``CausalLM``). False: every token sees all (``TextEncoder``).
         rope_scaling: slows rotary positions down for long sequences: a ``RopeScaling``, or the ``rope_parameters`` of a
             config of transformers. None: no scaling.
         kv_heads, mlp, rotary and other keywords: see ``ModelSettings``.
@@ -84,6 +85,7 @@ class ModelConfig(ModelSettings):
     max_len: int | None = None
     silent_tokens: tuple[int, ...] = ()
     rope_scaling: RopeScaling | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -110,7 +112,7 @@ class ModelConfig(ModelSettings):
                 raise self._refuse(field, "a positive number")
 
     def _check_choices(self) -> None:
-        for field in ("rotary", "qk_norm", "tie_embeddings"):
+        for field in ("rotary", "qk_norm", "tie_embeddings", "causal"):
             if not isinstance(getattr(self, field), bool):
                 raise self._refuse(field, "True or False")
         for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):

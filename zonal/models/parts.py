@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +10,40 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
-from zonal.models.cross_entropy import cross_entropy_sum
+from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.names import known_names
-from zonal.nn import Block, DenseSkip, Draws, KoopmanMLP, Latest, MixtureOfExperts, RMSNorm, Rotary, SwiGLU, TokenMixer
+from zonal.nn import (
+    Block,
+    DenseSkip,
+    Draws,
+    KoopmanMLP,
+    Latest,
+    MixtureOfExperts,
+    Records,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    TokenMixer,
+)
 from zonal.nn.block import FeedForward
 from zonal.nn.stage import LATEST
 
 IGNORE = -100
 """The target of positions that are not supervised."""
+
+
+class Predictions(NamedTuple):
+    """The predictions at the N supervised positions, in reading order.
+
+    predicted, target: token ids, (N,).
+    row: the sequence of each position in the batch, (N,).
+    loss: in nats, (N,), float32 or better.
+    """
+
+    predicted: Tensor
+    target: Tensor
+    row: Tensor
+    loss: Tensor
 
 
 def mlp_of(config: ModelConfig) -> FeedForward | None:
@@ -113,6 +140,63 @@ class LanguageModel(nn.Module, abc.ABC):
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
         return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
 
+    @torch.no_grad()
+    def predict(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+        piece: int | None = None,
+    ) -> Predictions:
+        """The most likely token and the loss at every supervised position. Arguments as in ``loss``, and this:
+
+        Args:
+            piece: of a causal model: read this many tokens at a time, each piece from the memory of those before. None:
+                read all at once. The results differ only by rounding; pieces bound the memory that reading takes.
+        """
+        supervised = self._supervised("predict", tokens, targets)
+        if piece is None or piece >= tokens.shape[1]:
+            hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        else:
+            hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, cu_seqlens, path)
+        wanted = targets[supervised]
+        predicted, loss = predict_rows(hidden[supervised], self._head_weight(), wanted)
+        return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters. A tied weight counts once."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def learned(self) -> list[dict[str, Any]]:
+        """For each layer its operator spec and the learned quantities of the operator, as plain lists."""
+        return [
+            {"layer": index, "operator": spec, **block.attention.learned()}
+            for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
+        ]
+
+    @torch.no_grad()
+    def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
+        """The index, the layer and the input (B, T, dim) of each layer when the model reads tokens (B, T), without
+        gradients.
+        """
+        records: Records = (self._embed(tokens),)
+        for index, block in enumerate(self._blocks()):
+            yield index, block.attention, block.mixing().charted(records)
+            records = self.history.kept(records, block(records, path=path, action_mask=self._stored(tokens)))
+
+    def _hidden_in_pieces(
+        self, tokens: Tensor, piece: int, mask: Tensor | None, cu_seqlens: Tensor | None, path: str
+    ) -> Tensor:
+        """``hidden`` of so many tokens at a time."""
+        raise ArgumentError(f"{type(self).__name__}.predict: every token sees the whole text. Leave piece out.")
+
+    def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
+        """Which tokens memories take in, bool (B, T); None = all."""
+        return action_mask
+
     def _supervised(self, call: str, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, T) bool, where there is a target."""
         call = f"{type(self).__name__}.{call}"
@@ -160,4 +244,4 @@ class LanguageModel(nn.Module, abc.ABC):
         return F.linear(hidden, self._head_weight())
 
 
-__all__ = ["IGNORE", "LanguageModel", "history_of", "mlp_of", "rotary_of"]
+__all__ = ["IGNORE", "LanguageModel", "Predictions", "history_of", "mlp_of", "rotary_of"]

@@ -7,7 +7,7 @@ import torch
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import spec as specs
-from zonal.models.causal_lm import CausalLM
+from zonal.models.build import class_of
 from zonal.models.config import Mlp, ModelConfig
 
 _MAMBA_1M = "mamba2(state=16, groups=4)"
@@ -91,7 +91,7 @@ def _with_mixers(config: ModelConfig, mixer: str) -> ModelConfig:
 def num_parameters(config: ModelConfig) -> int:
     """Number of trainable parameters of the model. No memory is allocated for them."""
     with torch.device("meta"):
-        return CausalLM(config).num_parameters()
+        return class_of(config)(config).num_parameters()
 
 
 def matched(config: ModelConfig, parameters: int) -> ModelConfig:

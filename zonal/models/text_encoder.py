@@ -1,5 +1,7 @@
 """An encoder of text, in which every layer sees the whole text, so anchors may couple queries, as plans do."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ class TextEncoder(LanguageModel):
     default.
 
     Args:
-        config: as of ``CausalLM``. Layers must be operators, because recurrences and short convolutions read in one
-            direction.
+        config: as of ``CausalLM``; ``causal`` becomes False. Layers must be operators, because recurrences and short
+            convolutions read in one direction.
         seed: seed of the initial weights, each drawn from a stream named by its qualified name. None: torch's global
             generator.
 
@@ -38,7 +40,7 @@ class TextEncoder(LanguageModel):
             raise ArgumentError(
                 "TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out."
             )
-        rotary = rotary_of(config)
+        config, rotary = dataclasses.replace(config, causal=False), rotary_of(config)
         super().__init__(
             config,
             (

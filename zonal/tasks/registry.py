@@ -1,6 +1,7 @@
 """Tasks by name, with the settings of the field's papers, and tasks from what a run recorded."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from zonal.tasks.algorithmic import ALGORITHMS, Algorithmic
 from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
+from zonal.tasks.masked import MaskedText
 from zonal.tasks.mqar import MQAR, Segment
 from zonal.tasks.periodic import Periodic
+from zonal.tasks.pixels import Pixels
 from zonal.tasks.relations import Ancestors, Paths, Source
 from zonal.tasks.retrieval import KINDS
 from zonal.tasks.settings import TaskSettings
@@ -95,6 +98,21 @@ def _mqar_grid(name: str, given: Given) -> Retrieval:
 
 def _text(name: str, given: Given) -> Text:
     return Text(given.pop("data", "novel"), **given, name=name)
+
+
+def _pixels(name: str, given: Given) -> Pixels:
+    side = {"side": math.isqrt(given["length"])} if "length" in given else {}
+    if side and side["side"] ** 2 != given["length"]:
+        raise ArgumentError(
+            f"tasks.resolve: {name!r} reads square pictures; a length of 49, 196 or 784 is required, "
+            f"got {given['length']}."
+        )
+    folder = {"folder": given["data"]} if "data" in given else {}
+    return Pixels(**folder, **side, **_given(given, "test_examples"), name=name)
+
+
+def _masked(name: str, given: Given) -> MaskedText:
+    return MaskedText(given.pop("data", "novel"), **given, name=name)
 
 
 _DEMO = {"vocab_size": 512, "train_examples": 40_000, "test_examples": 1_000, "random_non_queries": False}
@@ -240,6 +258,14 @@ _TASKS = {
         name: _Entry(f"algorithmic: {algorithm.about}", ("vocab_size", "length", "test_examples", "seed"), _algorithmic)
         for name, algorithm in ALGORITHMS.items()
     },
+    "fashion-pixels": _Entry(
+        "which piece of clothing a Fashion-MNIST picture shows, read as a sequence of grey levels; by encoders",
+        ("data", "length", "test_examples"),
+        _pixels,
+    ),
+    "masked-text": _Entry(
+        "hidden tokens of a text, named from those before and after them, by encoders", _TEXT_ARGUMENTS, _masked
+    ),
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS, _text),
 }
 
@@ -284,7 +310,8 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    kinds = {kind.kind: kind for kind in (Algorithmic, Expressions, Lookup, MQAR, Periodic, Retrieval, Text)}
+    known = (Algorithmic, Expressions, Lookup, MaskedText, MQAR, Periodic, Pixels, Retrieval, Text)
+    kinds = {kind.kind: kind for kind in known}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
         raise FileFormatError(

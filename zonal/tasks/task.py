@@ -81,12 +81,13 @@ class Examinee(Protocol):
 
 
 class Task(ABC):
-    """Something a causal language model can be trained for and measured on.
+    """Something a language model can be trained for and measured on.
 
     name: as ``tasks.resolve`` knows it. length: the most tokens a sequence has. metric: the headline number, "accuracy"
     (per example over its supervised positions, then over examples) or "loss" (nats per supervised token).
     bytes_per_token: UTF-8 bytes an evaluated target stands for on average, None where tokens are not text; loss / ln 2
-    / bytes_per_token is bits per byte.
+    / bytes_per_token is bits per byte. causal: each token sees those before it; False: every token sees the whole
+    sequence, so the model is a ``TextEncoder``.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Task(ABC):
     length: int
     metric: Literal["accuracy", "loss"]
     bytes_per_token: float | None = None
+    causal: ClassVar[bool] = True
     groups: tuple[tuple[str, ...], tuple[int, ...]] = (("token",), ())
     """Names of groups of tokens, for pictures, and the first token of each group but the first."""
 

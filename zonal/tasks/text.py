@@ -63,6 +63,8 @@ class Text(Task):
     """
 
     kind, metric = "text", "loss"
+    marks = 0
+    """How many tokens the task has beside those of the text."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Text(Task):
         self.name, self.length, self.validation_fraction = name, length, validation_fraction
         self.evaluation_bytes, self.max_bytes = evaluation_bytes, max_bytes
         self.source, self.title, self.corpus, self.tokenizer = _load(os.fspath(source), tokenizer, max_bytes)
-        self.vocab_size = self.tokenizer.vocab_size
+        self.vocab_size = self.tokenizer.vocab_size + self.marks
         if content is not None and content != self.corpus.sha256:
             raise FileFormatError(
                 f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). "
@@ -100,8 +102,9 @@ class Text(Task):
         self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
         self._check_size()
         self._windows = self._count_windows()
-        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * length)
-        self.bytes_per_token = float(self.tokenizer.token_bytes[targets].mean())
+        if self.causal:
+            targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * length)
+            self.bytes_per_token = float(self.tokenizer.token_bytes[targets].mean())
 
     def _check_size(self) -> None:
         needed = self.length + 1
@@ -166,13 +169,16 @@ class Text(Task):
         """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens,
         each token once more than it stands there).
         """
+        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * self.length)
+        return Guess(self._loss_of_frequencies(targets))
+
+    def _loss_of_frequencies(self, targets: np.ndarray) -> float:
         counts = np.ones(self.vocab_size, dtype=np.int64)
         for begin in range(0, min(self.train_end, _COUNTED), _BLOCK):
             counts += np.bincount(
                 self.corpus.read(begin, min(begin + _BLOCK, self.train_end, _COUNTED)), minlength=self.vocab_size
             )
-        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * self.length)
-        return Guess(float(np.log(counts.sum()) - np.log(counts)[targets].mean()))
+        return float(np.log(counts.sum()) - np.log(counts)[targets].mean())
 
     def bits_per_byte(self, loss: float) -> float:
         """Bits per byte of UTF-8 from the mean evaluation loss in nats per token; comparable across tokenisers."""
@@ -181,7 +187,7 @@ class Text(Task):
 
     def config(self) -> dict[str, Any]:
         return {
-            "task": "text", "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name,
+            "task": self.kind, "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name,
             "length": self.length, "validation_fraction": self.validation_fraction,
             "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
             "train_fraction": self.train_fraction, "content": self.corpus.sha256,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zonal.errors import FileFormatError
-from zonal.models import CausalLM, ModelConfig, build
+from zonal.models import LanguageModel, ModelConfig, language_model
+from zonal.models.build import class_of
 from zonal.store import load_tensors, save_tensors, understood
 from zonal.training.config import first_difference
 from zonal.typed import check_fields
@@ -137,7 +138,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
     return progress
 
 
-def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
+def load_model(path: str | Path) -> tuple[LanguageModel, dict[str, Any]]:
     """The model of a checkpoint (or of best.safetensors), in evaluation mode on the CPU, and the stored configuration
     with the keys "identity" (model, task, training) and "operator".
 
@@ -157,10 +158,10 @@ def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
             torch.random.fork_rng(devices=[]),
             torch.device("meta"),
         ):  # whatever sizes the file states, nothing of them is made before they are those of its weights
-            _same_shapes(Path(path), weights, dict(CausalLM(config).state_dict()))
+            _same_shapes(Path(path), weights, dict(class_of(config)(config).state_dict()))
         _finite(weights)
         dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32
-        model = build(config, seed=0).to(dtype)
+        model = language_model(config, seed=0).to(dtype)
         model.load_state_dict(weights)
     return model.eval(), header["config"]
 

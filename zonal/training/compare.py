@@ -17,7 +17,7 @@ import torch
 
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import best_learning_rate
-from zonal.models import build
+from zonal.models import language_model
 from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
@@ -172,7 +172,7 @@ class Comparison:
         folder = self.directory / run.name
         config = replace(self.training, learning_rate=run.learning_rate, seed=run.seed)
         try:
-            model = build(self.spec.model_for(run.operator), run.seed).to(self.spec.device)
+            model = language_model(self.spec.model_for(run.operator), run.seed).to(self.spec.device)
             return train(
                 model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name,
                 label=run.label, threads=self.threads

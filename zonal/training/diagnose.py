@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zonal.models import CausalLM
+from zonal.models import LanguageModel
 from zonal.training.step import Part, autocast
 
 
@@ -27,7 +27,7 @@ def _first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def locate_non_finite(model: CausalLM, parts: Sequence[Part], dtype: str, *, backward: bool) -> str:
+def locate_non_finite(model: LanguageModel, parts: Sequence[Part], dtype: str, *, backward: bool) -> str:
     """One phrase that says where the first non-finite number appears when ``parts`` are run again.
 
     In this order: a parameter that is not finite before anything is run; the first layer whose output is not finite

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.memory.ridge import GramStatistics
-from zonal.models import CausalLM
+from zonal.models import LanguageModel
 from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
 from zonal.report import diagnostics, key_embeddings
@@ -22,7 +22,7 @@ POINTS = 500
 """At most so many of their tokens are drawn."""
 
 
-def write(folder: Path, model: CausalLM, task: Task) -> None:
+def write(folder: Path, model: LanguageModel, task: Task) -> None:
     """Look at the first held-out sequences and write the files, or none for a model without layers of these kinds."""
     if not any(_solves(block.attention) or key_embedding.metric_of(block.attention) for block in model.blocks):
         return
@@ -61,7 +61,7 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
         )
 
 
-def geometry(model: CausalLM) -> list[dict[str, Any]]:
+def geometry(model: LanguageModel) -> list[dict[str, Any]]:
     """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature
     (``algebra.metric.Product.learned``).
     """

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,9 +22,9 @@ from zonal import device_memory
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
-from zonal.models import CausalLM
+from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
-from zonal.tasks.task import Task
+from zonal.tasks.task import Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def train(
-    model: CausalLM,
+    model: LanguageModel,
     task: Task,
     config: TrainConfig,
     directory: str | Path,
@@ -93,7 +93,7 @@ def train(
         return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
-def run_identity(model: CausalLM, task: Task, config: TrainConfig) -> dict[str, Any]:
+def run_identity(model: LanguageModel, task: Task, config: TrainConfig) -> dict[str, Any]:
     """What must agree for two runs to be the same run, as JSON."""
     return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
 
@@ -102,7 +102,7 @@ def _never() -> bool:
     return False
 
 
-def _check_room(model: CausalLM, task: Task, config: TrainConfig, device: torch.device) -> None:
+def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device) -> None:
     """Refuse what cannot fit: gradients, the two moments of AdamW, a batch, and of its activations what every layer
     hands on.
     """
@@ -123,7 +123,7 @@ class _Run:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         task: Task,
         config: TrainConfig,
         folder: Path,
@@ -350,7 +350,7 @@ class _Run:
             if batch is None:
                 return None
             accumulate(self.model, batch, cells.of(batch), self.device, config.transfer_piece)
-        for found in self._heeding(self.task.examine(self.model, size)):
+        for found in self._heeding(self.task.examine(cast(Examinee, self.model), size)):
             if found is None:
                 return None
             marks.add(found)
@@ -429,7 +429,8 @@ class _Run:
     def _describe_model(self) -> None:
         record = self.record
         record.parameters = self.model.num_parameters()
-        record.memory_bytes = {str(length): self.model.memory_bytes(length) for length in MEMORY_LENGTHS}
+        if isinstance(self.model, CausalLM):
+            record.memory_bytes = {str(length): self.model.memory_bytes(length) for length in MEMORY_LENGTHS}
         record.threads, record.device = self.progress.threads, str(self.device)
         record.learned_before = self.progress.learned_before
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import cast
 
 import torch
 
 from zonal.errors import ArgumentError
 from zonal.evaluation.metrics import Accumulator, accumulate
-from zonal.models import build
+from zonal.models import language_model
+from zonal.tasks.task import Examinee
 from zonal.training.config import TrainConfig
 from zonal.training.environment import deterministic
 from zonal.training.optimiser import adamw, set_learning_rate
@@ -58,7 +60,7 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
     config = spec.training
     device = torch.device(spec.device)
     started = time.perf_counter()
-    model = build(spec.model_for(operator), spec.seeds[0]).to(device)
+    model = language_model(spec.model_for(operator), spec.seeds[0]).to(device)
     if config.dtype == "float64":
         model.double()
     optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
@@ -105,7 +107,7 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
             overhead += time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
             # an examination has about as many batches as an evaluation; one is enough to know what they take
             started = time.perf_counter()
-            if next(iter(spec.task.examine(model, config.evaluation_batch_size)), None) is not None:
+            if next(iter(spec.task.examine(cast(Examinee, model), config.evaluation_batch_size)), None) is not None:
                 overhead += (time.perf_counter() - started) * count
     return Timing(median(updates[1:]), making + count * median(batches), overhead)
 

@@ -119,6 +119,10 @@ class ComparisonSpec:
                     f"ComparisonSpec: model.vocab_size must be that of the task ({self.task.vocab_size}), "
                     f"got {model.vocab_size}."
                 )
+            if model.causal != self.task.causal:
+                raise ArgumentError(
+                    f"ComparisonSpec: model.causal must be that of the task ({self.task.causal}), got {model.causal}."
+                )
 
     def model_for(self, operator: str) -> ModelConfig:
         """The model with ``operator`` in every layer, or with the layers of a list such as "[mamba2*3, ska]"."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
-from zonal.models import CausalLM
+from zonal.models import LanguageModel
 from zonal.tasks.task import Batch
 
 
@@ -44,7 +44,7 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
 
 
-def forward_backward(model: CausalLM, parts: Sequence[Part], dtype: str) -> float:
+def forward_backward(model: LanguageModel, parts: Sequence[Part], dtype: str) -> float:
     """Gradient of (Σ over parts of summed losses) / (Σ of their counts) into ``.grad``; returns that loss.
 
     The count of the whole batch divides every part, so the parts together give the gradient of the batch in one piece,

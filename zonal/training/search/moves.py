@@ -18,7 +18,8 @@ from zonal.algebra.anchor import Koopman
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import regime, regime_spec
 from zonal.mechanisms.regime import part_spec
-from zonal.models import CausalLM, ModelConfig
+from zonal.models import ModelConfig
+from zonal.models.build import class_of
 from zonal.report import style
 from zonal.training.search.regime import Regime, canonical, operator_of, written
 
@@ -113,7 +114,8 @@ def refusal(target: Regime, model: ModelConfig) -> str | None:
             if operator is not None:
                 operator.check("search")
         with torch.device("meta"):
-            CausalLM(model_of(target, model))
+            shape = model_of(target, model)
+            class_of(shape)(shape)
     except ArgumentError as error:
         return str(error)
     return None
