@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-transformers test-aarch64 test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-transformers test-aarch64 test-gpu wheel mutants fuzz sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,6 +48,9 @@ test-transformers: $(STAMP)  ## the generic tests of transformers on the models 
 
 mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must see (about half an hour of one core)
 	@$(BIN)/python tests/mutants/run.py --out results/mutants.json
+
+fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: more than 100,000 cases (about half an hour of one core)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.run --out results/fuzz.json
 
 sanitize: $(STAMP)  ## the compiled CPU kernels under the address and undefined-behaviour sanitizers of g++
 	@$(BIN)/python tests/kernels/sanitize.py

@@ -21,6 +21,7 @@ from zonal.memory import Memory
 from zonal.memory.alike import check_draws, same_declaration
 from zonal.names import known_names
 from zonal.stretch import active
+from zonal.typed import check_switch
 
 _PATHS = ("auto", *PATHS)
 
@@ -89,8 +90,13 @@ def attention(
         operator = mechanisms.resolve(operator)
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
+    check_switch("attention", "return_memory", return_memory)
     q, k, v = lowered("attention", q, k, v)  # as torch's own attention does
     kind = q.device.type
+    if kind == "meta":
+        raise ArgumentError(
+            "attention: q, k and v on the device meta hold no numbers. zonal.explain plans such a call."
+        )
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,

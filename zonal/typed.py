@@ -1,4 +1,4 @@
-"""Checks of plain values, read from text or files, against type annotations."""
+"""Checks of plain values, read from text or files, against type annotations, and of what calls are given."""
 
 import dataclasses
 import functools
@@ -7,6 +7,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from zonal.errors import ArgumentError
 
@@ -80,6 +83,30 @@ def check_fields(call: str, kind: type, values: object) -> None:
             )
 
 
+def check_tensors(
+    call: str, given: Mapping[str, object], device: torch.device | None = None, *, optional: bool = False
+) -> None:
+    """Raise ArgumentError, beginning with ``call``, for what is given by name and is no dense tensor.
+
+    device: where the tensors must be; None = anywhere. optional: whether each of them may be None.
+    """
+    for name, x in given.items():
+        if x is None and optional:
+            continue
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
+        if x.layout != torch.strided:
+            raise ArgumentError(f"{call}: {name} must be dense, received layout {x.layout}. Pass {name}.to_dense().")
+        if device is not None and x.device != device:
+            raise ArgumentError(f"{call}: {name} must be on {device}, received {x.device}.")
+
+
+def check_switch(call: str, name: str, given: object) -> None:
+    """Raise ArgumentError, beginning with ``call``, unless an argument is True or False."""
+    if not isinstance(given, bool):
+        raise ArgumentError(f"{call}: {name} must be True or False, received {given!r}.")
+
+
 @functools.cache
 def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
     """Name, annotation and whether there is a default, of each field of a dataclass."""
@@ -142,4 +169,4 @@ def _made_fields(kind: type, value: Any, name: str) -> Any:
     return kind(**given)
 
 
-__all__ = ["check_fields", "described", "fits", "made"]
+__all__ = ["check_fields", "check_switch", "check_tensors", "described", "fits", "made"]

@@ -31,6 +31,8 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
     gram = L L^T with its ridge, and M (…, r, r). s < 1 for all keys, so the result is 1: X = L^-1 [z_1 … z_n] and Y =
     L^-1 [0, z_1 … z_{n-1}] have norms below one, and the step is X Y^T. No gradient flows. Source: Echo, eq. 12.
     """
+    if gram.shape[-1] == 0:
+        return gram.new_ones(gram.shape[:-2])
     lower = factorised(gram, who)
     x = torch.ones_like(gram[..., :1]) / gram.shape[-1] ** 0.5
 
@@ -65,7 +67,7 @@ def fading_weights(
     """
     batch, heads, keys, r = k.shape
     queries = q.shape[2]
-    if not keys or not queries:
+    if not (keys and queries and r):
         return q @ k.mT
     mask = visibility.key_mask
     real = torch.ones(batch, keys, dtype=torch.bool, device=k.device) if mask is None else mask

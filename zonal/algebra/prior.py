@@ -20,6 +20,7 @@ from torch import Tensor
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, row
 from zonal.errors import ArgumentError
 
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _EARLIER = Derived("no leak", "hence no output depends on a later token")
 _SEPARABLE = Derived(
     "separable prior",
@@ -421,6 +422,10 @@ def relation(
 
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
+    if cu_seqlens.dtype not in _WHOLE or cu_seqlens.device.type == "meta":
+        raise ArgumentError(
+            f"attention: cu_seqlens must hold whole numbers, received {cu_seqlens.dtype} on {cu_seqlens.device}."
+        )
     edges = cu_seqlens.detach().to("cpu", torch.int64)
     good = (
         edges.ndim == 1

@@ -17,8 +17,10 @@ from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, margi
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.incoming import untaken
 from zonal.memory.weights import check_weights, weighed
+from zonal.typed import check_switch, check_tensors
 
 _ORDER = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
+_LARGEST = torch.finfo(torch.float32).max
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -208,11 +210,9 @@ def autocast(x: Tensor, kind: str) -> Tensor:
 def lowered(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the type of torch.autocast where it is on.
 
-    Raises: ArgumentError, which begins with ``call``, for what is no tensor.
+    Raises: ArgumentError, which begins with ``call``, for what is no dense tensor.
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
-        raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
+    check_tensors(call, {"q": q, "k": k, "v": v})
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch refuses to answer for meta
         return q, k, v
@@ -256,17 +256,14 @@ def checked(
             f"{_ORDER}"
         )
     batch, _, keys, _ = k.shape
-    if key_padding_mask is not None:
-        if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
-            raise ArgumentError(
-                "attention: key_padding_mask must be bool of shape (batch, keys) "
-                f"= {(batch, keys)} with True for real tokens, "
-                f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
-            )
-        if key_padding_mask.device != k.device:
-            raise ArgumentError(
-                f"attention: key_padding_mask must be on {k.device}, received {key_padding_mask.device}."
-            )
+    given = {"key_padding_mask": key_padding_mask, "log_decay": log_decay, "key_bias": key_bias}
+    check_tensors("attention", given, k.device, optional=True)
+    mask = key_padding_mask
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (batch, keys)):
+        raise ArgumentError(
+            f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real "
+            f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
+        )
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is not None and tuple(x.shape) != (batch, k.shape[1], keys):
             raise ArgumentError(
@@ -300,6 +297,10 @@ def prepare(
 
     They are those of ``zonal.attention``; action_mask and key_gate follow by ``weighted``.
     """
+    check_switch("attention", "causal", causal)
+    if scale is not None and not (isinstance(scale, int | float) and -_LARGEST < scale < _LARGEST):
+        raise ArgumentError(f"attention: scale must be a finite number or None, received {scale!r}.")
+    check_tensors("attention", {"cu_seqlens": cu_seqlens}, optional=True)
     shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if key_padding_mask is not None:  # whatever padding holds, NaN included, is in no product, here or in the gradients
@@ -332,7 +333,7 @@ def prepare(
         raise ArgumentError(f"attention: {reason}")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
-    raw = Raw(q, k, v, scale)
+    raw = Raw(q, k, v, None if scale is None else float(scale))
     seen = visibility(
         q.shape[2],
         k.shape[2],
@@ -396,8 +397,8 @@ def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, pa
 
 def thinned(call: Call, dropout: float) -> Call:
     """The call with a share of its weights set to zero."""
-    if not 0 <= dropout < 1:
-        raise ArgumentError(f"attention: dropout must be at least 0 and below 1, received {dropout}.")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ArgumentError(f"attention: dropout must be at least 0 and below 1, received {dropout!r}.")
     return replace(call, dropout=dropout) if dropout else call
 
 

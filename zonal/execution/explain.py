@@ -251,9 +251,9 @@ def explain(
 
 
 def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    numbers = tuple(shape)
+    numbers = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(numbers) != 4 or not all(isinstance(n, int) and n >= 0 for n in numbers):
-        raise ArgumentError(f"explain: {name} must be 4 whole numbers (batch, heads, tokens, dim), received {numbers}.")
+        raise ArgumentError(f"explain: {name} must be 4 whole numbers (batch, heads, tokens, dim), received {shape!r}.")
     return numbers
 
 

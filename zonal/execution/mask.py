@@ -13,6 +13,7 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, Prior, Visibility
 from zonal.errors import ArgumentError
+from zonal.typed import check_tensors
 
 
 class Masses(NamedTuple):
@@ -38,6 +39,11 @@ def marginals_of(
     """
     batch, heads, kv_heads, queries, keys = shape
     query_mass, key_mass, start = masses
+    check_tensors("attention", {"query_mass": query_mass, "key_mass": key_mass}, device, optional=True)
+    if start is not None and not isinstance(start, Potentials):
+        raise ArgumentError(
+            f"attention: start must be what zonal.potentials returns, or None, received {type(start).__name__}."
+        )
     given = {"query_mass": (query_mass, (batch, heads, queries)), "key_mass": (key_mass, (batch, kv_heads, keys))}
     for name, (mass, fits) in given.items():
         if mass is None:
@@ -47,10 +53,10 @@ def marginals_of(
                 f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor "
                 f"{type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
             )
-        if tuple(mass.shape) != fits or not mass.is_floating_point() or mass.device != device:
+        if tuple(mass.shape) != fits or not mass.is_floating_point():
             raise ArgumentError(
-                f"attention: {name} must be floating point of shape {fits} on {device}, received {mass.dtype} of shape "
-                f"{tuple(mass.shape)} on {mass.device}."
+                f"attention: {name} must be floating point of shape {fits}, received {mass.dtype} of shape "
+                f"{tuple(mass.shape)}."
             )
         if mass.device.type != "meta" and not bool((torch.isfinite(mass) & (mass >= 0)).all()):
             raise ArgumentError(
@@ -82,6 +88,9 @@ def marginals_of(
         if key_mass is None
         else key_mass.to(dtype).repeat_interleave(heads // kv_heads, 1)
     )
+    # a plan does not change when all masses of a document are multiplied by one number, which leaves the gradient of
+    # their sum to rounding: tokens that take no part get none of it
+    mu, nu = (mass.masked_fill(mass == 0, 0) for mass in (mu, nu))
     for name, mass, meets in (("query_mass", query_mass, sees), ("key_mass", key_mass, seen_by)):
         if mass is not None and mass.device.type != "meta" and bool(((mass > 0) & ~meets).any()):
             whom, rule = ("queries", "see no key") if name == "query_mass" else ("keys", "are seen by no query")

@@ -27,6 +27,7 @@ from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
 from zonal.names import known_names
 from zonal.store import understood
+from zonal.typed import check_tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,6 +140,7 @@ class Memory(Readable):
         if span is not None:
             self._check_new([span], "absorb")
             self._at_border("open")
+        check_tensors("Memory.absorb", {"k": k, "v": v})
         shape = (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0)
         check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, self.count)
         check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)

@@ -8,6 +8,7 @@ from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.tokens import Tokens
+from zonal.typed import check_tensors
 
 
 def check_tokens(
@@ -23,6 +24,8 @@ def check_tokens(
     its operator does not take; NonFiniteError for NaN or infinity in a real token.
     """
     n = k.shape[2] if k.ndim == 4 else 0
+    given = {"key_padding_mask": mask, "log_decay": log_decay, "key_bias": key_bias}
+    check_tensors("Memory.absorb", given, form.device, optional=True)
     for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
         required = (form.batch, form.heads, n, dim)
         if tuple(x.shape) != required:

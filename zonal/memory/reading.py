@@ -13,6 +13,7 @@ from zonal.memory.criterion import Criterion, Evidence, bound_of, gap
 from zonal.memory.form import FLOATS
 from zonal.memory.rows import Batched
 from zonal.names import known_names
+from zonal.typed import check_tensors
 
 
 class Reading(NamedTuple):
@@ -205,6 +206,7 @@ class Readable(Batched):
 
     def _check_queries(self, call: str, q: Tensor) -> None:
         form = self.form
+        check_tensors(f"Memory.{call}", {"q": q})
         if (
             q.ndim != 4
             or q.shape[0] != form.batch

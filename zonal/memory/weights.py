@@ -5,6 +5,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError
+from zonal.typed import check_tensors
 
 
 def check_weights(
@@ -22,6 +23,7 @@ def check_weights(
     real: the padding mask. A mask that stores no token of a sequence is refused, but for a single token after others.
     """
     batch, _, tokens = shape
+    check_tensors(call, {"action_mask": action_mask, "key_gate": key_gate}, optional=True)
     for name, given in (("action_mask", action_mask), ("key_gate", key_gate)):
         plain = operator.anchor.solves and operator.score.plain and operator.link.linear
         if given is not None and not plain:

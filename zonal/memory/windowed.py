@@ -33,7 +33,8 @@ class WindowedSums(Memory):
     first tokens, those of them that have left the window, real ones first; else None.
 
     merge(a, b) is the memory of the tokens of a and then of b, and is associative. subtract takes out a beginning,
-    subtract(merge(a, b), a) = b; with an opening only where what is left fits into the window.
+    subtract(merge(a, b), a) = b, and refuses what the last tokens show to be the end. With an opening it works only
+    where what is left fits into the window.
     """
 
     kind: ClassVar[str] = "windowed"
@@ -135,6 +136,12 @@ class WindowedSums(Memory):
             )
         if other.count == 0:
             return self
+        if self._ends_with(other, count - padding):
+            raise ArgumentError(
+                "Memory.subtract: the other memory is the end of this one, and from sums over a window's past only the "
+                "beginning can be taken out. "
+                "Keep this memory from before the merge, or merge with a name (span=…) and forget it."
+            )
         real, kept = count - padding, self.tokens.span(max(self.tokens.length - count, 0), self.tokens.length)
         place = torch.arange(kept.length, 0, -1, device=real.device)
         if bool((real < kept.length).any()):  # of these the first are the other's
@@ -150,6 +157,16 @@ class WindowedSums(Memory):
         state = torch.where(some[:, None, None, None], self.state - other.with_terms(other.tokens), 0)
         blank = self.start(self.operator, self.form)
         return replace(blank, count=count, tokens=kept.map(torch.clone), state=state, padding=padding)
+
+    def _ends_with(self, other: "WindowedSums", left: Tensor) -> bool:
+        """Whether the last tokens of this memory are those of the other, in sequences with ``left`` (B,) > 0 more."""
+        length = min(self.tokens.length, other.tokens.length)
+        mine, theirs = (x.span(x.length - length, x.length).with_mask() for x in (self.tokens, other.tokens))
+        assert mine.mask is not None
+        assert theirs.mask is not None
+        same = mine.mask & (mine.k == theirs.k).all(-1).all(1) & (mine.v == theirs.v).all(-1).all(1)
+        compared = theirs.mask & (left > 0)[:, None]
+        return bool(compared.any()) and bool(same[compared].all())
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)

@@ -30,7 +30,7 @@ def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
         return F.pad(rows[..., :-1], (1, 0))
     place = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
     before = F.pad(torch.where(key_mask, place, 0).cummax(-1).values[:, :-1], (1, 0))  # 0 = none
-    index = before.view(before.shape[0], *[1] * (rows.ndim - 2), -1).expand(rows.shape)
+    index = before.view(before.shape[0], *[1] * (rows.ndim - 2), before.shape[1]).expand(rows.shape)
     return F.pad(rows, (1, 0)).gather(-1, index)
 
 
@@ -102,7 +102,7 @@ class Ridge(Anchor):
         peak is needed for the running maximum. width: r.
         """
         ridge = rho if self.mode == "constant" or peak is None else rho * peak.clamp_min(1e-12)
-        return ridge + self.relative / width * trace if self.relative else ridge
+        return ridge + self.relative / max(width, 1) * trace if self.relative else ridge
 
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.kk is not None

@@ -1,0 +1,71 @@
+"""Every case that fuzzing has found to fail, and a few new ones of each target: the same in every run."""
+
+from typing import Any
+
+import pytest
+from fuzz.calls import Attention, Misfit
+from fuzz.sequences import Sequence
+from fuzz.targets import TARGETS
+from hypothesis import HealthCheck, Phase, given, settings
+from matrix import Case
+
+KEPT: dict[str, tuple[str, Any]] = {
+    "a Koopman read-out with padding, of a batch of no rows": (
+        "attention", Attention("kernel_ridge-chunk", Case(batch=0, queries=3, keys=3, causal=False, padding="random")),
+    ),
+    "keys of no numbers under a fading ridge": (
+        "attention", Attention("ska-fading", Case(queries=2, keys=2, key_dim=0), dtype="float64"),
+    ),
+    "keys of no numbers under a ridge relative to their length": (
+        "attention", Attention("ska-relative", Case(queries=1, keys=1, key_dim=0, causal=False)),
+    ),
+    "the gradient of masses that take no part in a plan": (
+        "attention",
+        Attention(
+            "hyperbolic_transport",
+            Case(batch=3, heads=3, kv_heads=1, queries=3, keys=3, key_dim=33, value_dim=33, causal=False,
+                 padding="random", key_bias=True, masses=True),
+            path="tiled", seed=3,
+        ),
+    ),
+    "the end of a window's past is no beginning": (
+        "memories", Sequence("local_global-learned", (("steps", 1), ("steps", 1), ("call", 6), ("subtract-end", 4)),
+        seed=33),
+    ),
+    **{
+        f"{name} is {value}": ("arguments", Misfit("softmax", ((name, index),), entry))
+        for entry, name, index, value in (
+            ("attention", "q", 0, "None"), ("attention", "causal", 18, "a tensor"), ("attention", "scale", 14,
+            "a dict"),
+            ("attention", "scale", 7, "too large"), ("attention", "log_decay", 2, "a number"),
+            ("attention", "key_bias", 33, "sparse"), ("attention", "key_padding_mask", 6, "infinite"),
+            ("attention", "cu_seqlens", 1, "a bool"), ("attention", "cu_seqlens", 37, "of fractions"),
+            ("attention", "dropout", 0, "None"), ("attention", "return_memory", 18, "a tensor"),
+            ("plan", "q", 2, "no shape"), ("absorb", "k", 0, "None"), ("absorb", "key_padding_mask", 5, "NaN"),
+            ("absorb", "action_mask", 2, "a number"), ("read", "q", 9, "a text"),
+        )
+    },
+    "potentials that are none": ("arguments", Misfit("sinkhorn", (("start", 24),))),
+    "masses that are a list": ("arguments", Misfit("sinkhorn", (("key_mass", 13),))),
+    "queries on the device meta": ("arguments", Misfit("softmax", (("k", 28), ("q", 28), ("v", 28)))),
+}  # fmt: skip
+SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "commands": 6}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_failed_once(name: str) -> None:
+    target, case = KEPT[name]
+    TARGETS[target].check(case)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_slice(name: str) -> None:
+    @settings(
+        max_examples=SLICE[name], derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck), phases=(Phase.generate,),
+    )  # fmt: skip
+    @given(TARGETS[name].draw())
+    def each(case: Any) -> None:
+        TARGETS[name].check(case)
+
+    each()
