@@ -68,5 +68,5 @@ def seeded(request: pytest.FixtureRequest) -> int:
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also keeps the stack for each kind of device
     return seed

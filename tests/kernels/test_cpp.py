@@ -412,15 +412,15 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_once_and_kept(empty_cache: Path) -> None:
     code = tile_path.code_of(link.Identity())
     assert code is not None
-    assert not native_kernels.built(code, "decode")
-    path = native_kernels.build(code, "decode")
+    assert not native_kernels.built(code, "ridge_decode")
+    path = native_kernels.build(code, "ridge_decode")
     stamp = path.stat().st_mtime_ns
-    assert native_kernels.built(code, "decode")
-    assert native_kernels.build(code, "decode") == path
+    assert native_kernels.built(code, "ridge_decode")
+    assert native_kernels.build(code, "ridge_decode") == path
     assert path.stat().st_mtime_ns == stamp
     assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".lock", ".so"]  # nothing half written stays
     # other formulas, flags or compilers are other libraries
-    assert native_kernels.target(replace(code, cpp_value="x * x"), "decode") != path
+    assert native_kernels.target(replace(code, cpp_value="x * x"), "ridge_decode") != path
 
 
 def test_two_that_need_a_library_at_once_compile_it_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,19 +329,21 @@ def test_a_full_disk_stops_everything(tmp_path, monkeypatch):
 # learning rates
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs):
-    spec = a_spec(seeds=(3, 4, 5), learning_rates=(1e-4, 1e-2), screening_seeds=1, labels=("first", "second"))
+@pytest.mark.parametrize(("jobs", "operators"), [(1, ("softmax", "sko(degrees=(2.0, 3.0))")), (2, ("softmax",))])
+def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs, operators):
+    """With two jobs each run is a process, which takes seconds to start."""
+    labels = ("first", "second")[: len(operators)]
+    spec = a_spec(operators=operators, labels=labels, seeds=(3, 4, 5), learning_rates=(1e-4, 1e-2), screening_seeds=1)
     comparison, seen = Comparison(tmp_path / "it", spec), []
     stopped = comparison.run(
         on_event=seen.append, should_stop=lambda: any(isinstance(event, kinds.RunFinished) for event in seen)
     )
     assert stopped.status == "stopped"
-    assert stopped.left == 8 - 1
+    assert stopped.left == 4 * len(operators) - 1
     # the second operator has no run yet
-    assert [row.label for row in summarise(load(tmp_path / "it")).rows] == ["first", "second"]
+    assert [row.label for row in summarise(load(tmp_path / "it")).rows] == list(labels)
     result = Comparison.open(tmp_path / "it").run(jobs=jobs, threads=None)
-    assert (result.status, result.left, len(result.runs)) == ("done", 0, 2 * spec.runs_each)
+    assert (result.status, result.left, len(result.runs)) == ("done", 0, len(operators) * spec.runs_each)
     for operator in spec.operators:
         runs = [run for run in result.runs if run.operator == operator]
         tried = {run.learning_rate: run.final["accuracy"] for run in runs if run.seed == 3}
