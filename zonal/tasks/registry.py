@@ -79,6 +79,24 @@ def _mixed(name: str, given: Given) -> Retrieval:
     )
 
 
+def _two_hops(name: str, given: Given) -> Retrieval:
+    """Two hops, learned in stages: one hop, then two of which the first is written out, then both in the head."""
+    hops = ("two-hop", "two-hop-written")
+    return Retrieval(
+        [
+            Stage(0, grid(("needle", "system-prompt", "two-hop-written"), (1, 2), (32,))),
+            Stage(400, grid(("system-prompt", *hops), (1, 2, 4), (48,))),
+            Stage(1000, grid(("two-hop", "two-hop", "two-hop-written"), (1, 2, 4), (64,))),
+        ],
+        test_shapes=grid(("two-hop",), (1, 2, 4), (64,)),
+        transfer_shapes=grid(hops, (1, 4, 8), (64, 256, 1024, 4096)),
+        test_examples=given.get("test_examples", 200),
+        transfer_examples=given.get("test_examples", 200),
+        seed=given.get("seed", 0),
+        name=name,
+    )
+
+
 def _mqar_grid(name: str, given: Given) -> Retrieval:
     """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of
     cell by cell.
@@ -234,6 +252,11 @@ _TASKS = {
         _mixed,
     ),
     "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS, _mixed),
+    "two-hops": _Entry(
+        "two hops in 64 tokens, learned in stages; then measured on up to 8 chains in up to 4096 tokens",
+        _MIXED_ARGUMENTS,
+        _two_hops,
+    ),
     "sexpr": _Entry(
         "the missing subtree of S-expressions of depth 5, 10 and 15, written out",
         ("depth", "test_examples", "seed"),
