@@ -17,7 +17,7 @@ from zonal import hf
 from zonal.cli.app import main
 from zonal.data.corpora import novel
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.hf import distil
+from zonal.hf import distil, pipeline
 from zonal.hf.examine import by_position, nats, needle, pairs
 
 
@@ -163,6 +163,23 @@ def pieces(folder: Path, state: Path, stops: list[int]) -> tuple[list[dict[str, 
             )
         )  # fmt: skip
     return [each.losses for each in told], distil.learned_by(model)[0]
+
+
+def test_a_wish_to_stop_before_a_stage_stops_there(folder: Path, tmp_path: Path, short: None) -> None:
+    """Ctrl-C while something is measured: no model is written that was not trained."""
+    settings = pipeline.Settings(
+        model=folder / "model", out=tmp_path / "out", to="all", operator="hedgehog", text=str(folder / "text.txt"),
+        plan=False, length=32, transfer_steps=2, distil_steps=2, transfer_rate=1e-2, distil_rate=1e-5, windows=2,
+        eval_length=32, questions=1, prompt="The old house", seed=0, seconds=None,
+    )  # fmt: skip
+    for moment in ("Measuring the original", "Layers from the best"):
+        said: list[str] = []
+        watch = pipeline.Watch(said.append, interrupted=lambda now=moment, said=said: any(now in line for line in said))
+        assert not pipeline.run(settings, "zonal convert", watch)
+        assert not settings.out.exists()
+    assert pipeline.run(settings, "zonal convert", pipeline.Watch([].append))
+    record = json.loads((settings.out / "conversion.json").read_text())
+    assert [len(record[name]) for name in ("transfer", "distillation")] == [2, 2]
 
 
 def test_a_stopped_stage_goes_on_to_the_same_numbers(folder: Path, tmp_path: Path) -> None:

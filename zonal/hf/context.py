@@ -13,6 +13,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf.cache import OperatorCache
 from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
+from zonal.hf.pretrained import encoded
 from zonal.hf.refusal import Question, Refusal, RefuseUnknown, calibrate_refusal, new_cache
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.nn.memory import load_memories
@@ -203,7 +204,7 @@ class ContextMemory:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _encoded(self, text: str) -> Tensor:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encoded("ContextMemory", self.model, self.tokenizer, text)
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
     @torch.no_grad()

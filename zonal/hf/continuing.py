@@ -7,7 +7,7 @@ import torch
 from transformers import TextStreamer
 
 from zonal.errors import ArgumentError
-from zonal.hf.pretrained import opened
+from zonal.hf.pretrained import encoded, opened
 
 
 def print_continued(
@@ -25,10 +25,12 @@ def print_continued(
 
     temperature: 0 = always the most likely token. seed: None = another text each time.
 
-    Raises: ArgumentError for an empty prompt and a model that cannot be read.
+    Raises: ArgumentError for an empty prompt, a model that cannot be read, and a text that is longer than the model's
+        table of positions.
     """
     model, tokenizer = opened("generate", folder)
     model = model.to(device)
+    encoded("generate", model, tokenizer, prompt)
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].shape[1]:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
@@ -36,7 +38,9 @@ def print_continued(
         torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     sys.stdout.write(prompt)
-    if count:
+    if not count:
+        return
+    try:
         model.generate(
             **tokens,
             max_new_tokens=count,
@@ -46,6 +50,12 @@ def print_continued(
             pad_token_id=tokenizer.eos_token_id,
             **(drawn if temperature else {"do_sample": False}),
         )
+    except IndexError as error:  # a table of positions that has ended
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        raise ArgumentError(
+            f"generate: the model has {limit} positions, and the prompt of {tokens['input_ids'].shape[1]} tokens with "
+            f"{count} new ones needs more. Give a shorter prompt, or a smaller --max-new-tokens."
+        ) from error
 
 
 __all__ = ["print_continued"]

@@ -35,9 +35,8 @@ from zonal.nn import Block, Records
 from zonal.nn.memory import Past
 from zonal.stretch import active
 
-_LOSS = ("num_items_in_batch", "shift_labels")  # arguments of transformers' losses
-# what collators add for other attention; position_ids say the same
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# arguments of other models that would change what this one says
+_FOREIGN = ("token_type_ids", "head_mask", "encoder_hidden_states", "encoder_attention_mask", "is_causal")
 
 
 class ZonalPreTrainedModel(PreTrainedModel):
@@ -73,6 +72,11 @@ class ZonalPreTrainedModel(PreTrainedModel):
                 f"{type(self).__name__}: output_attentions is not available; operators do not make the matrix of "
                 "weights. attention.weights(x) of a block of this library computes it for one layer."
             )
+
+
+def _asks(value: Any) -> bool:
+    """Whether an argument asks for something: a value other than None and zeros, such as the type of one text."""
+    return bool(value.any()) if isinstance(value, Tensor) else value is not None
 
 
 class CheckpointedBlock(Block, GradientCheckpointingLayer):
@@ -162,11 +166,11 @@ class ZonalModel(ZonalPreTrainedModel):
         Raises: ArgumentError for tokens, a mask, cache or positions that do not fit, for ``output_attentions``, and for
             arguments of other models.
         """
-        unknown = [name for name, value in others.items() if name not in (*_LOSS, *_PACKED) and value is not None]
-        if unknown:
+        foreign = next((name for name in _FOREIGN if _asks(others.get(name))), None)
+        if foreign is not None:
             raise ArgumentError(
-                f"ZonalModel: {unknown[0]} is not an argument of this model. Leave it out; if a tokenizer makes it, "
-                "load the tokenizer with model_input_names=['input_ids', 'attention_mask']."
+                f"ZonalModel: {foreign} is for other models. Leave it out; if a tokenizer makes it, load the tokenizer "
+                "with model_input_names=['input_ids', 'attention_mask']."
             )
         if others.get("cu_seq_lens_q") is not None and position_ids is None:
             raise ArgumentError(

@@ -25,7 +25,7 @@ from zonal.hf.distil import (
     learn,
     learned_by,
 )
-from zonal.hf.pretrained import opened
+from zonal.hf.pretrained import encoded, opened
 from zonal.report import conversion as report
 from zonal.training.environment import folder_lock, surroundings
 
@@ -119,7 +119,7 @@ class _Conversion:
         }
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encoded("convert", self.original, self.tokenizer, text)
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class _Conversion:
         return Stage(steps, rate, None if seconds is None else seconds / 2, halved)
 
     def trained(self, task: Transfer | Distillation, stage: Stage) -> bool:
-        """Train; False if it was stopped."""
+        """Train; False if the conversion is to stop, also where the wish came before the first step."""
         settings, told = self.settings, []
         for update in learn(
             task, stage, self.text, length=settings.length, seed=settings.seed,
@@ -182,7 +182,7 @@ class _Conversion:
             self.watch.show(update)
         self.record[task.name] = _thinned(told)
         self._keep()
-        return not told or told[-1].used >= 1
+        return not self.watch.interrupted()
 
     # --- measures ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zonal.errors import ArgumentError
@@ -14,7 +15,8 @@ def opened(call: str, path: Path) -> tuple[Any, Any]:
 
     Code in a folder is never run.
 
-    Raises: ArgumentError, in the name of ``call``, when there is no such path or transformers cannot read it.
+    Raises: ArgumentError, in the name of ``call``, when there is no such path, transformers cannot read it, or its
+        weights are not those of its config.
     """
     if not path.exists():
         raise ArgumentError(
@@ -26,13 +28,57 @@ def opened(call: str, path: Path) -> tuple[Any, Any]:
         else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except SafetensorError as error:
+        raise ArgumentError(f"{call}: a file in {path} is damaged or truncated; copy it again. {error}") from error
     except (OSError, ValueError, ImportError) as error:
         raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
+    model, found = loaded
+    check_loaded(call, path, found)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError, ImportError) as error:
+        raise ArgumentError(
+            f"{call}: transformers cannot read the tokeniser in {path}; copy it there with "
+            f"tokenizer.save_pretrained. {error}"
+        ) from error
     if path.suffix == ".gguf":  # its weights are plain float32 numbers now, which can be saved
         model.hf_quantizer.remove_quantization_config(model)
     return model.eval(), tokenizer
 
 
-__all__ = ["opened"]
+def check_loaded(call: str, path: str | Path, found: dict[str, Any]) -> None:
+    """Raise ArgumentError for weights that a folder lacks, has beside those of its config, or has in other shapes.
+
+    found: what transformers reports with ``output_loading_info=True``.
+    """
+    shapes = [f"{name} of shape {tuple(held)} for {tuple(wanted)}" for name, held, wanted in found["mismatched_keys"]]
+    for said, names in (
+        ("lacks", found["missing_keys"]), ("has, beside those of its model,", found["unexpected_keys"]), ("has", shapes)
+    ):  # fmt: skip
+        if names:
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ArgumentError(
+                f"{call}: {path} {said} the weight {min(names)}{more}. Its config.json must be the one that was saved "
+                "with the weights; save both again with save_pretrained."
+            )
+
+
+def encoded(call: str, model: Any, tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text.
+
+    Raises: ArgumentError for a tokeniser that is not of the model.
+    """
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    size = model.config.get_text_config().vocab_size
+    if tokens and max(tokens) >= size:
+        raise ArgumentError(
+            f"{call}: the tokeniser made token {max(tokens)}, and the model knows {size} tokens. Use the tokeniser "
+            "that the model was trained with, or call model.resize_token_embeddings first."
+        )
+    return tokens
+
+
+__all__ = ["check_loaded", "encoded", "opened"]

@@ -41,6 +41,7 @@ from zonal.hf.layers import (
     install,
     layers_of,
 )
+from zonal.hf.pretrained import check_loaded
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
@@ -123,7 +124,8 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             Operators stay in float32.
 
     Raises:
-        ArgumentError: the model was saved without operators, or transformers does not have its class.
+        ArgumentError: the model was saved without operators, transformers does not have its class, or its weights are
+            not those of its config.
     """
     call = "hf.from_pretrained"
     config: Any = AutoConfig.from_pretrained(folder)
@@ -144,7 +146,11 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it "
             "by its own code, and call hf.convert(model)."
         )
-    return converted_model(kinds[0]).from_pretrained(folder, config=config, **options)
+    model, found = converted_model(kinds[0]).from_pretrained(
+        folder, config=config, **{**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    )
+    check_loaded(call, folder, found)
+    return model
 
 
 # --- the classes of converted models ----------------------------------------------------------------------------------
@@ -166,7 +172,12 @@ class ConvertedConfig(PreTrainedConfig):
                 "Save the model again."
             )
         if written.get("base") not in CONFIG_MAPPING:
-            raise unknown_name("hf.from_pretrained", "base of config.json", str(written.get("base")), CONFIG_MAPPING)
+            raise ArgumentError(
+                f"hf.from_pretrained: config.json says that the model was a {written.get('base')!r}, which "
+                "transformers does not know. Save the model again, or update transformers."
+            )
+        if written.get("cache") not in _CACHES:
+            raise unknown_name("hf.from_pretrained", "cache of config.json", str(written.get("cache")), _CACHES)
         base = CONFIG_MAPPING[written["base"]]
         _tell_auto_classes(base)
         return converted_config(base).from_dict(config_dict, **others)

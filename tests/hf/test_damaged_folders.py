@@ -1,0 +1,133 @@
+"""Folders of models whose files are damaged or do not belong together are refused by a sentence that says what to do,
+in Python and in ``zonal generate``.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from small_llama import SIZES
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from zonal import hf
+from zonal.cli.app import main
+from zonal.errors import ArgumentError
+
+WEIGHTS = "model.safetensors"
+
+
+def save(root: Path, name: str, model: Any, vocabulary: int = 40) -> None:
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.save_pretrained(root / name)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(root / name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model and one of this library."""
+    root = tmp_path_factory.mktemp("models")
+    converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **SIZES))
+    hf.convert(converted, "squared_affine", cache="memory")
+    save(root, "converted", converted)
+    save(root, "own", hf.ZonalForCausalLM(hf.ZonalConfig(vocab_size=40, dim=32, layers="sko, softmax", heads=2)))
+    return root
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """config.json with a change."""
+
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """The weights with a change."""
+
+    def edit(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return edit
+
+
+def shorter(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-5])
+
+
+NORM = {"converted": "model.norm.weight", "own": "model.core.norm.weight"}
+
+
+@pytest.mark.parametrize("name", NORM)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shorter, "damaged or truncated; copy it again"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no file named model.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "cannot read the tokeniser in"),
+        (weights(lambda found: found.pop(NORM["own" if NORM["own"] in found else "converted"])), "lacks the weight"),
+        (weights(lambda found: found.update(other=torch.ones(2))), "beside those of its model, the weight other"),
+        (edited(lambda config: config.get("model", config).update(vocab_size=50)), "of shape (40, 32) for (50, 32)"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config(
+    name: str, damage: Callable[[Path], object], said: str, folders: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shutil.copytree(folders / name, tmp_path / name)
+    damage(tmp_path / name)
+    assert main(["generate", "--model", str(tmp_path / name), "--prompt", "w1", "--max-new-tokens", "1"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda zonal: zonal.update(operators=of("sko")), "lacks the weight .*link_weight, and 3 more"),
+        (lambda zonal: zonal["operators"].pop(), "an operator for each of 2 layers is required"),
+        (lambda zonal: zonal.update(operators=[{}, {}]), "the configuration lacks anchor"),
+        (lambda zonal: zonal.update(base="unheard"), "the model was a 'unheard'"),
+        (lambda zonal: zonal.pop("cache"), "unknown cache of config.json"),
+        (lambda zonal: zonal.update(base="gpt2"), "does not have"),
+    ],
+)
+def test_a_config_that_was_edited(
+    change: Callable[[dict[str, Any]], object], said: str, folders: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folders / "converted", tmp_path / "edited")
+    edited(lambda config: change(config["zonal"]))(tmp_path / "edited")
+    with pytest.raises(ArgumentError, match=said):
+        hf.from_pretrained(tmp_path / "edited")
+
+
+def of(spec: str) -> list[dict[str, Any]]:
+    """The operators that config.json holds after a conversion."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **SIZES))
+    return [operator.config() for operator in hf.convert(model, spec)]
+
+
+def test_texts_that_a_model_cannot_read(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_embd=32, n_head=2, n_positions=8))
+    save(tmp_path, "short", model, vocabulary=90)
+    call = ["generate", "--model", str(tmp_path / "short"), "--max-new-tokens", "9", "--prompt"]
+    assert main([*call, "w1 w2"]) == 2
+    assert "has 8 positions, and the prompt of 2 tokens with 9 new ones needs more" in capsys.readouterr().err
+    assert main([*call, "w80"]) == 2
+    assert "made token 80, and the model knows 40 tokens" in capsys.readouterr().err
+    context = hf.ContextMemory(
+        hf.from_pretrained(folders / "converted"), transformers.AutoTokenizer.from_pretrained(tmp_path / "short")
+    )
+    with pytest.raises(ArgumentError, match="the model knows 40 tokens"):
+        context.read("a letter", "w80 w1")
+    assert context.contents() == ()
