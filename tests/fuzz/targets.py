@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fuzz import calls, sequences, texts
+from fuzz import calls, damaged, sequences, texts
 from hypothesis.strategies import SearchStrategy
 
 
@@ -21,6 +21,7 @@ TARGETS: dict[str, Target] = {
     "memories": Target(sequences.sequences, sequences.check_sequence, 10_000),
     "specs": Target(texts.specs, texts.check_spec, 30_000),
     "presets": Target(texts.preset_files, texts.check_preset, 20_000),
+    "files": Target(damaged.damages, damaged.check_damage, 30_000),
     "commands": Target(texts.commands, texts.check_command, 2_000),
 }
 

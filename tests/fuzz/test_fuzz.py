@@ -1,13 +1,21 @@
 """Every case that fuzzing has found to fail, and a few new ones of each target: the same in every run."""
 
+import gzip
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fuzz.calls import Attention, Misfit
+from fuzz.damaged import Damage
 from fuzz.sequences import Sequence
 from fuzz.targets import TARGETS
 from hypothesis import HealthCheck, Phase, given, settings
 from matrix import Case
+
+from zonal.data.images import read_idx
+from zonal.errors import FileFormatError
+from zonal.report import archive
 
 KEPT: dict[str, tuple[str, Any]] = {
     "a Koopman read-out with padding, of a batch of no rows": (
@@ -45,11 +53,21 @@ KEPT: dict[str, tuple[str, Any]] = {
             ("absorb", "action_mask", 2, "a number"), ("read", "q", 9, "a text"),
         )
     },
+    "weights of a model that are whole numbers": ("files", Damage("model", "tensor", place=3429, value=3)),
+    "pictures whose compression is broken": ("files", Damage("images", "tensor", place=1856, value=3)),
+    "pictures that end before": ("files", Damage("images", "json", place=3914, value=11)),
+    "memories of layers without axes": ("files", Damage("memories of layers", "tensor", value=8)),
+    "a list for a scale": ("files", Damage("memory", "json", place=10, value=10)),
+    "a list for a least norm": ("files", Damage("memory of a window", "json", place=22, value=22)),
+    "learned numbers of no head": ("files", Damage("memory", "tensor", place=791)),
+    "learned numbers that are complex": ("files", Damage("memory", "tensor", place=791, value=12)),
+    "coefficients that are none": ("files", Damage("memory of a window", "json", place=25, value=21)),
+    "sums of an operator without features": ("files", Damage("memory of a window", "json", place=3562, value=8)),
     "potentials that are none": ("arguments", Misfit("sinkhorn", (("start", 24),))),
     "masses that are a list": ("arguments", Misfit("sinkhorn", (("key_mass", 13),))),
     "queries on the device meta": ("arguments", Misfit("softmax", (("k", 28), ("q", 28), ("v", 28)))),
 }  # fmt: skip
-SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "commands": 6}
+SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "files": 25, "commands": 6}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -69,3 +87,16 @@ def test_a_slice(name: str) -> None:
         TARGETS[name].check(case)
 
     each()
+
+
+def test_files_that_would_unpack_to_gigabytes(tmp_path: Path) -> None:
+    """A small archive of runs, and pictures that state a large shape: refused before anything of that size is made."""
+    bomb = tmp_path / "images.gz"
+    bomb.write_bytes(gzip.compress(b"\0\0\x08\x02\0\1\0\0\0\1\0\0" + bytes(1000)))
+    with pytest.raises(FileFormatError, match="has lost some"):
+        read_idx(bomb)
+    with zipfile.ZipFile(tmp_path / archive.NAME, "w", zipfile.ZIP_BZIP2) as file:
+        file.writestr("runs/a/run.json", "{}")
+        file.infolist()[0].file_size = 2**31 + 1
+    with pytest.raises(FileFormatError, match="would unpack to"):
+        archive.unpack(tmp_path)

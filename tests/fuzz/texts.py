@@ -153,7 +153,6 @@ def check_command(each: Words) -> None:
     with (
         elsewhere(),
         mock.patch("zonal.cli.train.train", would),
-        mock.patch("zonal.cli.train.build", would),
         mock.patch("zonal.cli.compare.execute", would),
         mock.patch("zonal.cli.search.Search.run", would),
         mock.patch("zonal.cli.bench.load", would),

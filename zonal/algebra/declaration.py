@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError, ZonalError, unknown_name
+from zonal.typed import check_fields
 
 Step = Literal["closure", "restriction", "quotient", "section", "approximation"]
 
@@ -154,7 +155,10 @@ def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
     for key in fields:
         if key not in known:
             raise unknown_name("Operator.from_config", f"field of {name}", key, known)
-    return REGISTRY[name](**{key: _read(value, key) for key, value in fields.items()})
+    values = {key: _read(value, key) for key, value in fields.items()}
+    if _of_library(REGISTRY[name]):
+        check_fields("Operator.from_config", REGISTRY[name], values)
+    return REGISTRY[name](**values)
 
 
 def _read(value: Any, key: str) -> Any:

@@ -3,6 +3,7 @@
 import gzip
 import math
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from zonal.errors import FileFormatError
 
+# bytes that a file may hold, and those that one byte of its compressed form can stand for
+_MOST, _RATIO = 2**31, 1032
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where the Debian package dataset-fashion-mnist puts it."""
 FASHION_CLASSES = (
@@ -73,7 +76,13 @@ def read_idx(path: Path) -> Tensor:
     Raises: FileFormatError when it is not there, damaged, or of another format.
     """
     try:
-        data = gzip.decompress(path.read_bytes())
+        with gzip.open(path) as file:
+            head = file.read(4)
+            axes = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
+            shape = [int.from_bytes(file.read(4), "big") for _ in range(axes)]
+            size = math.prod(shape)
+            fits = axes and size <= min(_MOST, _RATIO * path.stat().st_size)  # before that much is asked for
+            data = file.read(size + 1) if fits else b""
     except FileNotFoundError as error:
         raise FileFormatError(
             f"images: {path} does not exist. Fashion-MNIST comes with the Debian package dataset-fashion-mnist: "
@@ -81,18 +90,11 @@ def read_idx(path: Path) -> Tensor:
             "`apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb "
             ".` and the folder usr/share/datasets/fashion-mnist."
         ) from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError(f"images: {path} cannot be read ({error}). It may be truncated; get it again.") from error
-    axes = data[3] if len(data) > 3 else 0
-    shape = [int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(axes)]
-    start = 4 + 4 * axes
-    if data[:3] != b"\x00\x00\x08" or not axes or len(data) != start + math.prod(shape):
+    if not fits or len(data) != size:
         raise FileFormatError(
-            f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape "
-            f"{tuple(shape)}. Get it again."
+            f"images: {path} is no IDX file of bytes, or has lost some: it states the shape {tuple(shape)}, and "
+            f"at most {_MOST:,} bytes are read. Get it again."
         )
-    return (
-        torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(shape)
-        if math.prod(shape)
-        else torch.zeros(shape, dtype=torch.uint8)
-    )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape) if size else torch.zeros(shape).byte()

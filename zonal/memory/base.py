@@ -295,8 +295,11 @@ class Memory(Readable):
         with understood("load memory", path):
             if operator is None:
                 operator = Operator.from_config(header["operator"])
-                for name in list(operator.learned_parts):
-                    operator.learned_parts[name] = torch.nn.Parameter(learned[name])
+                for name, initial in list(operator.learned_parts.items()):
+                    found = learned[name]
+                    if not (found.is_floating_point() and len(found) and found.shape[1:] == initial.shape[1:]):
+                        raise ValueError(f"{name} of its operator is {found.dtype} of shape {tuple(found.shape)}")
+                    operator.learned_parts[name] = torch.nn.Parameter(found)
                 for name, _ in list(operator.fixed_parts.named_buffers()):
                     if name in learned:  # files written before have what the declared seed draws
                         operator.fixed_parts.register_buffer(name, learned[name])

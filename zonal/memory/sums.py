@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
+from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory import marks
 from zonal.memory.base import Form
@@ -21,7 +22,8 @@ from zonal.memory.tokens import Tokens
 def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
     """The feature map of an operator that has one."""
     features = served_by(operator, key_dim)
-    assert features is not None
+    if features is None:  # an operator of a file that another program wrote
+        raise ArgumentError(f"Memory: operator {operator.name!r} has no features, so its past cannot be kept as sums.")
     return features
 
 

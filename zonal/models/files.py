@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zonal import store
-from zonal.errors import ArgumentError, FileFormatError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,11 +24,18 @@ def load(path: str | os.PathLike[str], kind: str, make: Callable[[Mapping[str, A
         FileFormatError: the file is missing, damaged, or holds something else.
     """
     tensors, header = store.load_tensors(path, kind)
-    try:
+    with store.understood(f"load {kind}", path):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            # whatever sizes the config states, nothing of them is made before they are those of the weights
+            _check(tensors, make(header["config"]).state_dict())
         model = make(header["config"])
-    except (KeyError, TypeError, ArgumentError) as error:
-        raise FileFormatError(f"load {kind}: the config in {path} is not one of this version ({error}).") from error
-    expected = model.state_dict()
+        # assign keeps the dtype of the file
+        model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, naming up to three tensors, unless all that is expected is there and nothing else."""
     wrong = [f"{name} is missing" for name in expected if name not in tensors]
     wrong += [f"{name} is unknown" for name in tensors if name not in expected]
     wrong += [
@@ -36,11 +43,13 @@ def load(path: str | os.PathLike[str], kind: str, make: Callable[[Mapping[str, A
         for name, value in expected.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
+    wrong += [
+        f"{name} is {tensors[name].dtype} and should be {value.dtype}"
+        for name, value in expected.items()
+        if name in tensors and tensors[name].is_floating_point() != value.is_floating_point()
+    ]
     if wrong:
-        raise FileFormatError(f"load {kind}: the weights in {path} do not fit its config: {'; '.join(wrong[:3])}.")
-    # assign keeps the dtype of the file
-    model.load_state_dict(tensors, assign=True)
-    return model
+        raise ValueError("; ".join(wrong[:3]))
 
 
 __all__ = ["load", "save"]

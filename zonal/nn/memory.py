@@ -382,7 +382,7 @@ def load_memories(
         own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
         try:
             layers.append(_restored(about, own, like))
-        except (KeyError, TypeError, AttributeError, ValueError, ArgumentError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise FileFormatError(
                 f"load {_KIND}: {path} does not fit layer {index}: {detail}. Load it with the model it was made by."

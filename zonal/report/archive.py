@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
@@ -31,7 +32,10 @@ _DAMAGED = (
     EOFError,
     ValueError,
     RuntimeError,
+    zlib.error,
 )  # RuntimeError: of unknown methods, of passwords
+_MOST = 2**31
+"""Bytes that all runs of an archive may have. A comparison of a hundred runs has a hundredth of it."""
 
 
 def members(folder: Path) -> dict[str, bytes]:
@@ -128,7 +132,15 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     with contextlib.ExitStack() as stack:
         try:
             archive = stack.enter_context(zipfile.ZipFile(path))
+            size = sum(entry.file_size for entry in archive.infolist())
+            if size > _MOST:  # no more than that is unpacked of any entry
+                raise FileFormatError(
+                    f"report: {path} would unpack to {size:,} bytes, at most {_MOST:,} are read. "
+                    "Another program made it, or it was damaged."
+                )
             damaged = archive.testzip()
+        except FileFormatError:
+            raise
         except _DAMAGED as error:
             raise FileFormatError(
                 f"report: {path} is not a whole archive ({error}). "
