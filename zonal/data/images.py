@@ -97,4 +97,8 @@ def read_idx(path: Path) -> Tensor:
             f"images: {path} is no IDX file of bytes, or has lost some: it states the shape {tuple(shape)}, and "
             f"at most {_MOST:,} bytes are read. Get it again."
         )
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape) if size else torch.zeros(shape).byte()
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)
+        if size
+        else torch.zeros(shape, dtype=torch.uint8)
+    )
