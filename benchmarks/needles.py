@@ -1,9 +1,10 @@
-"""One fact in a haystack far longer than the sequences of training, found by runs of a comparison.
+"""Facts in a haystack far longer than the sequences of training, found by runs of a comparison.
 
-Each run's checkpoint reads needle sequences (``zonal tasks show needle``) in pieces, each from the memory of those
-before, and names the value that is asked at the end. A row is a run and a length. After the comparison:
+Each run's checkpoint reads sequences of one kind of retrieval (``zonal tasks show needle``) in pieces, each from the
+memory of those before, and names the value that is asked at the end. A row is a run and a length. After the comparison:
 
     python -m benchmarks.needles --threads 1 runs/echo-1m/runs/*/seed-*
+    python -m benchmarks.needles --threads 1 --kind common-value --pairs 4 --lengths 64,256 runs/echo-1m/runs/*/seed-*
 """
 
 import sys
@@ -15,12 +16,13 @@ from zonal import store
 from zonal.cli.generate import checkpoint_in
 from zonal.evaluation import evaluate_transfer, spread
 from zonal.tasks import Retrieval, Shape, Stage
+from zonal.tasks.retrieval import KINDS
 from zonal.training import load_model
 
 
-def task(lengths: Sequence[int], examples: int, vocab_size: int) -> Retrieval:
-    """One needle at each of the lengths; what is trained on is not used."""
-    shapes = [Shape("needle", 1, length) for length in lengths]
+def task(lengths: Sequence[int], examples: int, vocab_size: int, kind: str = "needle", pairs: int = 1) -> Retrieval:
+    """Sequences of a kind at each of the lengths; what is trained on is not used."""
+    shapes = [Shape(kind, pairs, length) for length in lengths]
     return Retrieval(
         [Stage(0, (Shape("needle", 1, 64),))], transfer_shapes=shapes, transfer_examples=examples, vocab_size=vocab_size
     )
@@ -30,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     """Run; 0 when it went through."""
     parser = common.parser(__doc__ or "", "needles")
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, each with a checkpoint")
+    parser.add_argument("--kind", default="needle", choices=tuple(KINDS), help="of sequences (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=1, help="things to remember (default: %(default)s)")
     parser.add_argument("--lengths", default="4096,16384,65536", help="tokens (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=100, help="sequences of a length (default: %(default)s)")
     parser.add_argument("--piece", type=int, default=512, help="tokens read at a time (default: %(default)s)")
@@ -40,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     for folder in options.runs:
         model, _ = load_model(checkpoint_in(folder, "bench needles"))
         record = store.read_json(folder / "run.json")
-        found = task(lengths, options.examples, model.config.vocab_size)
+        found = task(lengths, options.examples, model.config.vocab_size, options.kind, options.pairs)
         for cell in evaluate_transfer(model.to(run.device), found, batch_size=16, piece=options.piece):
             rows.append({
                 "operator": record["label"], "seed": record["seed"], "learning_rate": record["learning_rate"],
@@ -60,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         summary[f"{name}, rate {rate:g}, {length} tokens"] = {
             "mean": total.mean, "deviation": total.deviation, "worst": min(values), "seeds": len(values)
         }  # fmt: skip
-    run.write(rows, summary, {"lengths": lengths, "examples": options.examples, "piece": options.piece})
+    settings = {"kind": options.kind, "pairs": options.pairs, "lengths": lengths}
+    run.write(rows, summary, {**settings, "examples": options.examples, "piece": options.piece})
     return 0
 
 

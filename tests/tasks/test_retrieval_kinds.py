@@ -68,8 +68,10 @@ def answers(kind, tokens):
     if kind == "economy":
         counts = economy(context)
         return {at: WORDS.values.start + counts[name[0], name[1]] for at, name in asked}
-    if kind == "common-word":
-        counted = Counter(context[at + 1] for at, token in enumerate(context) if token == SIGNS["#"]).most_common(2)
+    if kind.startswith("common"):
+        sign = asked[0][1][-1]
+        assert (sign == SIGNS["#"]) == (kind == "common-word")
+        counted = Counter(context[at + 1] for at, token in enumerate(context) if token == sign).most_common(2)
         assert len(counted) == 1 or counted[0][1] > counted[1][1]
         return {at: counted[0][0] for at, _ in asked}
     if kind.startswith("offset-"):
@@ -111,7 +113,7 @@ def test_the_solver_notices_a_wrong_sequence(kind):
         if kind.startswith("offset"):
             asked = int(np.flatnonzero(tokens[:stop] == tokens[stop + 1])[0])
             places.remove(asked)  # it stays, and what stands after it moves
-        if kind == "common-word":  # which of the words is common
+        if kind.startswith("common"):  # which of the words is common
             tokens[places] = WORDS.values.start + (tokens[places] - WORDS.values.start + 1) % len(WORDS.values)
         else:
             tokens[places] = np.roll(tokens[places], 1)
@@ -125,7 +127,7 @@ def test_how_many_are_asked():
     assert asked == {
         "economy": 4,
         "mqar": 8, "system-prompt": 4, "system-prompt-distractors": 4, "tool-trace": 4, "needle": 1, "two-hop": 1,
-        "two-hop-written": 1, "common-word": 1,
+        "two-hop-written": 1, "common-word": 1, "common-value": 1,
         **{f"offset-{j}": 1 for j in range(1, 5)},
     }  # fmt: skip
 
@@ -151,7 +153,7 @@ def test_in_a_trace_neither_agent_nor_tool_is_enough():
 
 
 @pytest.mark.parametrize(
-    "kind", ["mqar", "needle", "two-hop", "common-word", "tool-trace", "system-prompt-distractors"]
+    "kind", ["mqar", "needle", "two-hop", "common-word", "common-value", "tool-trace", "system-prompt-distractors"]
 )
 def test_a_guess_is_right_as_often_as_said(kind):
     """Drawing one of the answers that the context offers, as often as each stands there."""

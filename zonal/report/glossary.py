@@ -122,7 +122,7 @@ SLICE_NAMES = {
     "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR",
     "system-prompt": "system prompt", "system-prompt-distractors": "system prompt, distractors",
     "tool-trace": "tool trace", "economy": "resource economy", "needle": "needle in a haystack", "two-hop": "two hops",
-    "two-hop-written": "two hops, the first written out", "common-word": "common word",
+    "two-hop-written": "two hops, the first written out", "common-word": "common word", "common-value": "common value",
     "depth": "depth of the expression", "distance": "distance in the tree", "hops": "number of hops",
     "composition": "composition of relations", "frequencies": "number of frequencies",
 }  # fmt: skip

@@ -28,6 +28,8 @@ that mean nothing. ``pairs`` is the number of things to remember. The kinds:
         the first hop is written out, the second is asked
     common-word                 # w · # u · # w · # w ? #
         w stands three times, pairs - 1 other words once
+    common-value                k w · k u · k w · k w ? k
+        as common-word, with a key in the place of #
     offset-j                    x1 x2 x3 x4 x5 … ? x2
         pairs different words without noise; the answer stands j after
 
@@ -283,11 +285,12 @@ def _two_hop(draw: Draw, pairs: int, length: int, written: bool) -> tuple[list[i
     return draw.among_noise([list(fact) for fact in facts], length - len(hop)), [(hop, last[chosen])]
 
 
-def _common_word(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Question]]:
+def _common_word(draw: Draw, pairs: int, length: int, marked: bool) -> tuple[list[int], list[Question]]:
     common, *others = draw.some(draw.words.values, pairs)
     items = draw.shuffled([common] * MOST_COMMON + others)
-    questions: list[Question] = [([mark("?"), mark("#")], common)]
-    return draw.among_noise([[mark("#"), word] for word in items], length - _tokens(questions)), questions
+    sign = mark("#") if marked else draw.some(draw.words.keys, 1)[0]
+    questions: list[Question] = [([mark("?"), sign], common)]
+    return draw.among_noise([[sign, word] for word in items], length - _tokens(questions)), questions
 
 
 def _offset(draw: Draw, pairs: int, length: int, offset: int) -> tuple[list[int], list[Question]]:
@@ -362,8 +365,15 @@ KINDS: dict[str, Kind] = {
     "common-word": Kind(
         "which word of a list occurs most often",
         lambda n: 2 * (n + MOST_COMMON - 1) + 2,
-        _common_word,
+        partial(_common_word, marked=True),
         lambda n: (0, n),
+        lambda n: MOST_COMMON / (n + MOST_COMMON - 1),
+    ),
+    "common-value": Kind(
+        "which value stands after a key most often",
+        lambda n: 2 * (n + MOST_COMMON - 1) + 2,
+        partial(_common_word, marked=False),
+        lambda n: (1, n),
         lambda n: MOST_COMMON / (n + MOST_COMMON - 1),
     ),
     **{
