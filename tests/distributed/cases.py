@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.programs import CHECKS
 from matrix import OPERATORS, randomised
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
@@ -28,6 +29,8 @@ from zonal.nn import TokenMixer
 from zonal.stretch import active
 
 BOUND = 1e-5
+LOOSER = {"yat": 5e-5, "yat-decay": 5e-5, "kernel_ridge": 2e-5}
+"""Where rounding is larger: the compiled tiles of Yat have it in one process too, which takes the dense path here."""
 Inputs = dict[str, Tensor | None]
 
 
@@ -126,24 +129,23 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def compared(case: Case, ranks: int) -> str | None:
+def compared(case: Case, ranks: int, bound: float = BOUND) -> str | None:
     """What is wrong with a case on this rank.
 
-    Over a small ridge float32 has few digits in one process already: results may be as far from the float64 ones as
-    those of one process, four times over.
+    In float64 both are equal to rounding. Over a small ridge float32 has few digits in one process already: results may
+    differ from the float64 ones by a few times as much as those of one process.
     """
     exact, one = (_gradients(case, dtype) for dtype in (torch.float64, torch.float32))
     with sequence_parallel(cu_seqlens=case.offsets) as parallel:
         own = partial(_stretch, lengths=case.lengths[ranks], rank=parallel.rank)
-        several = _gradients(case, torch.float32, parallel, own)
-    for found in (exact, one):
-        found |= {"y": own(found["y"], axis=case.axis)}
-    if one.keys() != several.keys():
-        return f"gradients of {sorted(one)} in one process, of {sorted(several)} in several"
-    wrong = {}
-    for name, x in several.items():
-        error = _error(x, one[name])
-        if not (error <= BOUND or _error(x, exact[name]) <= 4 * _error(one[name], exact[name])):
+        double, single = (_gradients(case, dtype, parallel, own) for dtype in (torch.float64, torch.float32))
+    exact, one = ({**found, "y": own(found["y"], axis=case.axis)} for found in (exact, one))
+    if not exact.keys() == one.keys() == double.keys() == single.keys():
+        return f"gradients of {sorted(one)} in one process, of {sorted(single)} in several"
+    wrong = {f"{name} in float64": e for name, x in exact.items() if not (e := _error(double[name], x)) <= 1e-9}
+    for name, x in exact.items():
+        error = _error(single[name], one[name])
+        if not (error <= bound or _error(single[name], x) <= 8 * _error(one[name], x)):
             wrong[name] = error
     return f"differs by {wrong}" if wrong else None
 
@@ -208,9 +210,13 @@ def main(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
     wrong: dict[str, str | None] = {}
     for name in names:
+        if name in CHECKS:
+            wrong[name] = CHECKS[name]()
+            continue
         case = CASES[name]()
         try:
-            wrong[name] = refused(case, ranks) if name.partition("/")[0] in REFUSED else compared(case, ranks)
+            bound = LOOSER.get(name.partition("/")[0], BOUND)
+            wrong[name] = refused(case, ranks) if name.partition("/")[0] in REFUSED else compared(case, ranks, bound)
         except ZonalError as error:  # of every rank, or the others wait for this one
             wrong[name] = str(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(wrong))
@@ -220,7 +226,16 @@ def main(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
 if __name__ == "__main__":
     count, file, *chosen = sys.argv[1:]
     with tempfile.TemporaryDirectory() as directory:
-        start_processes(main, args=(int(count), directory, chosen or [*CASES]), nprocs=int(count), start_method="fork")
+        start_processes(
+            main,
+            args=(
+                int(count),
+                directory,
+                chosen or [*CASES, *(name for name in CHECKS if name != "meshes" or count == "4")],
+            ),
+            nprocs=int(count),
+            start_method="fork",
+        )
         each = [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(int(count))]
         told = {name: next((one[name] for one in each if one[name]), None) for name in each[0]}
         Path(file).write_text(json.dumps(told))

@@ -33,6 +33,10 @@ class Ranks:
             group = group.get_group()
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ArgumentError(
+                "sequence_parallel: this process is not in the group. Pass the group that holds its stretch."
+            )
         self.bytes_sent = 0
 
     def exchange(

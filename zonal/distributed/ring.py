@@ -6,21 +6,22 @@ gradients of keys and values go back to the rank that they came from.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Raw
-from zonal.algebra.prior import Bias, Intervals, Visibility, intervals_of
+from zonal.algebra.prior import Intervals, intervals_of
 from zonal.distributed import carried
+from zonal.distributed.blocks import Block, BlockRules, Keys, Part
 from zonal.distributed.layout import Layout
 from zonal.distributed.ranks import Ranks, check_inside
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.execution.mask import without_bias
-from zonal.execution.paths import tiled
-from zonal.execution.paths.tiled import Parts
+from zonal.execution.paths import tile, tiled
+from zonal.kernels.tile import TileSpec
+from zonal.stretch import Tensors
 
 
 def attended(ranks: Ranks, place: Layout, call: Call, path: str) -> Tensor:
@@ -29,10 +30,19 @@ def attended(ranks: Ranks, place: Layout, call: Call, path: str) -> Tensor:
     row, col = _bias(ranks, place, call)
     mask = call.visibility.key_mask
     mask = call.k.new_ones(call.k.shape[0], call.k.shape[2], dtype=torch.bool) if mask is None else mask
-    work = _Work(ranks, place, tiled.parts_of(call), _rows(place, call), _reach(place, call))
+    own = BlockRules(tiled.parts_of(call), _compiled(call), place.inside)
+    work = _Work(ranks, place, own, _rows(place, call), _reach(place, call))
     y = _Ring.apply(work, mask[:, None], call.q, call.k, call.v, call.coefficients, row, col)
     assert isinstance(y, Tensor)
     return call.scaled(y)
+
+
+def _compiled(call: Call) -> TileSpec | None:
+    """The rules of the kernel of tiles for this rank's own keys; None where torch's tiles run."""
+    code = tile.code_of(call.bound.link)
+    if code is None or not call.bound.score.bilinear or call.chunk is not None or tile.refusal(call) is not None:
+        return None
+    return tile.rules(call, code)
 
 
 def _check(call: Call, path: str) -> None:
@@ -81,25 +91,13 @@ def _reach(place: Layout, call: Call) -> tuple[int, ...]:
     return tuple(place.holder(start) for start in first)
 
 
-class _Part(NamedTuple):
-    """What rows have read of some keys: y (B, H, T, P), and their factor as tiles have it (``SumAnchor.finalise``)."""
-
-    y: Tensor
-    factor: Tensor
-
-
-Block = tuple[Tensor, ...]
-"""Of the keys of one rank: mask (B, 1, S), k (B, Hkv, S, D), v (B, Hkv, S, P), and where there is one the log prior (B
-or 1, H, S)."""
-
-
 @dataclass(frozen=True)
 class _Work:
     """A call over several stretches. rows: the keys that each query sees. reach: the first rank that each rank sees."""
 
     ranks: Ranks
     place: Layout
-    parts: Parts
+    own: BlockRules
     rows: Intervals
     reach: tuple[int, ...]
 
@@ -118,50 +116,26 @@ class _Work:
         rank = self.place.rank + distance
         return rank if rank < len(self.reach) and self.reach[rank] <= self.place.rank else None
 
-    def fetched(self, own: Block, distance: int) -> Block | None:
-        """The block of the rank ``distance`` before this one; None where this rank sees none of its keys."""
+    def fetched(self, keys: Keys, distance: int) -> Keys | None:
+        """The keys of the rank ``distance`` before this one; None where this rank sees none of them."""
         if not distance:
-            return own
+            return keys
         source = self.source(distance)
-        keys = 0 if source is None else self.place.lengths[source]
-        shapes = [torch.Size((*x.shape[:2], keys, *x.shape[3:])) for x in own]
-        return self.ranks.exchange(own, self.reader(distance), shapes, source)
+        count = 0 if source is None else self.place.lengths[source]
+        shapes = [torch.Size((*x.shape[:2], count, *x.shape[3:])) for x in keys]
+        return self.ranks.exchange(keys, self.reader(distance), shapes, source)
 
-    def returned(self, found: Block | None, like: Block, distance: int) -> Block | None:
-        """Send the gradients of a fetched block to where it came from; those of this rank's block from its reader."""
+    def returned(self, found: Tensors | None, like: Tensors, distance: int) -> Tensors | None:
+        """Send the gradients of fetched keys to where these came from; those of this rank's keys from their reader."""
         sent = like if found is None else found
         receiver = None if found is None else self.source(distance)
         return self.ranks.exchange(sent, receiver, [x.shape for x in like], self.reader(distance))
 
-    def seen(self, block: Block, distance: int) -> Parts:
-        """The parts of this rank's queries and a block's keys."""
-        begin, keys = self.place.begin(self.place.rank - distance), block[1].shape[2]
-        lo, hi, start, position = self.rows
-        lo, hi, start = ((x - begin).clamp(0, keys) for x in (lo, hi, start))
-        made = Intervals(lo, hi, start, position - begin)
-        mask = block[0][:, 0]
-        return self.parts._replace(visibility=Visibility(made, keys, None if bool(mask.all()) else mask))
-
-    def bias(self, row: Tensor | None, block: Block) -> Bias:
-        return Bias(row, block[3] if len(block) > 3 else None, self.parts.slope)
-
-    def joined(self, a: _Part | None, b: _Part) -> _Part:
-        """What rows have read of both sets of keys."""
-        if a is None:
-            return b
-        if isinstance(self.parts.anchor, Raw):
-            return _Part(a.y + b.y, a.factor)
-        if self.parts.log and self.parts.anchor.normalises:  # factors are logarithms of sums, +inf for empty rows
-            logs = [x.factor.masked_fill(x.factor == float("inf"), float("-inf")) for x in (a, b)]
-            log = torch.logaddexp(*logs)
-            empty = log == float("-inf")
-            level = log.masked_fill(empty, 0)
-            y = a.y * (logs[0] - level).exp() + b.y * (logs[1] - level).exp()
-            return _Part(y, log.masked_fill(empty, float("inf")))
-        masses = [torch.where(x.factor == 0, 0, 1 / x.factor) for x in (a, b)]
-        mass = masses[0] + masses[1]
-        factor = torch.where(mass == 0, 0, 1 / mass)
-        return _Part((a.y * masses[0] + b.y * masses[1]) * factor, factor)
+    def block(self, keys: Keys, distance: int) -> Block:
+        """This rank's queries and the keys of the rank ``distance`` before it."""
+        begin, count = self.place.begin(self.place.rank - distance), keys[1].shape[2]
+        lo, hi, start = ((x - begin).clamp(0, count) for x in self.rows[:3])
+        return Block(self.own, keys, Intervals(lo, hi, start, self.rows.position - begin), distance == 0)
 
 
 class _Ring(torch.autograd.Function):
@@ -170,14 +144,13 @@ class _Ring(torch.autograd.Function):
         ctx: Any, work: _Work, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None,
         col: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        own = (mask, k, v) if col is None else (mask, k, v, col)
-        whole: _Part | None = None
+        keys = (mask, k, v) if col is None else (mask, k, v, col)
+        whole: Part | None = None
         for distance in range(work.steps + 1):
-            block = work.fetched(own, distance)
-            if block is not None:
-                parts = work.seen(block, distance)
-                y, factor, _ = tiled.run_forward(parts, work.bias(row, block), q, block[1], block[2], c)
-                whole = work.joined(whole, _Part(y, factor))
+            found = work.fetched(keys, distance)
+            if found is not None:
+                part = work.block(found, distance).forward(q, c, row)
+                whole = part if whole is None else work.own.joined(whole, part)
         assert whole is not None
         ctx.work = work
         ctx.save_for_backward(mask, q, k, v, c, row, col, *whole)
@@ -189,24 +162,24 @@ class _Ring(torch.autograd.Function):
         check_inside()
         work: _Work = ctx.work
         mask, q, k, v, c, row, col, y, factor = ctx.saved_tensors
-        own = (mask, k, v) if col is None else (mask, k, v, col)
-        wanted = (ctx.needs_input_grad[5], row is not None, col is not None)
+        keys = (mask, k, v) if col is None else (mask, k, v, col)
         dq, dc = torch.zeros_like(q), torch.zeros_like(c, dtype=torch.float64)
         drow = None if row is None else torch.zeros_like(row)
-        gathered = tuple(torch.zeros_like(x) for x in own[1:])  # of k, v and col
+        own = tuple(torch.zeros_like(x) for x in keys[1:])  # of k, v and col
         for distance in range(work.steps + 1):
-            block, found = work.fetched(own, distance), None
-            if block is not None:
-                tensors = (q, block[1], block[2], c, y, factor, dy, q.new_empty(0))
-                part = tiled.run_backward(work.seen(block, distance), work.bias(row, block), tensors, wanted)
-                dq += part.q
+            fetched, found = work.fetched(keys, distance), None
+            if fetched is not None:
+                block = work.block(fetched, distance)
+                part = block.backward((q, c, row), Part(y, factor), dy, ctx.needs_input_grad[5])
+                dq[:, :, : part.q.shape[2]] += part.q
                 dc += 0 if part.c is None else part.c
-                drow = drow if part.row is None or drow is None else drow + part.row
+                if drow is not None and part.row is not None:
+                    drow[..., : part.row.shape[-1]] += part.row
                 found = (part.k, part.v) if part.col is None else (part.k, part.v, part.col)
-            others = found if distance == 0 else work.returned(found, gathered, distance)
-            for total, more in zip(gathered, others or (), strict=False):
+            found = work.returned(found, own, distance) if distance else found
+            for total, more in zip(own, found or (), strict=False):
                 total += more
-        return None, None, dq, *gathered[:2], dc.to(c), drow, gathered[2] if len(gathered) > 2 else None
+        return None, None, dq, *own[:2], dc.to(c), drow, own[2] if len(own) > 2 else None
 
 
 __all__ = ["attended"]

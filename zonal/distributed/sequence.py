@@ -61,7 +61,7 @@ class SequenceParallel(Stretch):
                 f"SequenceParallel.shard: x must be (batch, tokens, …) with at least {self.size} tokens, one per rank, "
                 f"received {tuple(x.shape)}."
             )
-        return x.tensor_split(self.size, 1)[self.rank]
+        return x.tensor_split(self.size, 1)[self.rank].contiguous()
 
     def mean(self, total: Tensor, count: int | Tensor) -> Tensor:
         """(sum of ``total`` over ranks) / (sum of ``count`` over ranks), the same number on every rank.
@@ -117,15 +117,19 @@ class SequenceParallel(Stretch):
             )
         return place
 
+    @untraced
     def cut(self, x: Tensor, length: int, cu_seqlens: Tensor | None) -> Cut:
         place = self._layout(x, length)
         place.check_local(cu_seqlens)
-        return place.cut
+        cut = place.cut
+        return cut if cut.rest is None else cut._replace(rest=cut.rest.to(x.device))
 
+    @untraced
     def before(self, carried_here: Tensors, join: Join, tokens: Tensors) -> Tensors:
         assert self._place is not None
         return carried.before(self.ranks, self._place, carried_here, join, tokens)
 
+    @untraced
     def positions(self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         length = x.shape[1]
         place = self._layout(x, length)
@@ -140,6 +144,7 @@ class SequenceParallel(Stretch):
         start = self.ranks.gathered(mask.sum(1))[: place.rank].sum(0)
         return (start[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
+    @untraced
     def check_positions(self, positions: Tensor, real: Tensor) -> None:
         place, positions = self._layout(real, real.shape[1]), positions.expand(real.shape)
         index = torch.arange(real.shape[1], device=real.device).expand(real.shape)

@@ -25,6 +25,7 @@ from zonal.kernels.native import shown
 from zonal.kernels.op import plain
 from zonal.memory import Memory
 from zonal.names import known_names
+from zonal.stretch import active
 
 LENGTHS = (1024, 16384, 131072)
 _HELD = 1024
@@ -342,6 +343,11 @@ class Plan:
         Raises: ArgumentError for other shapes, another type or device, an operator that has moved to another device, a
             mask where none was planned (or the reverse), and gradients where none were planned.
         """
+        if active() is not None:
+            raise ArgumentError(
+                "plan: a plan is for the tokens of one process, and within sequence_parallel others hold the rest. "
+                "Call zonal.attention."
+            )
         kernel = self._kernel
         if kernel is not None and key_padding_mask is None and self._plain(q, k, v) and kernel.fits(self.operator):
             y = kernel.run(q, k, v)

@@ -69,6 +69,11 @@ def attend(
     past = MemoryCache.of_keys(key)
     if past is not None:
         cache, layer = past
+        if active() is not None:
+            raise ArgumentError(
+                f"{call}: within sequence_parallel the past is in other ranks, and memories are not filled. Pass "
+                "use_cache=False."
+            )
         if dropout:
             raise ArgumentError(
                 f"{call}: {type(module).__name__} is in training and sets weights of attention to zero "

@@ -323,6 +323,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """As ``ZonalModel``, and these:
@@ -330,11 +331,12 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         Args:
             labels: (B, T), the tokens themselves, −100 where no prediction counts. The loss is of the next token.
             logits_to_keep: only the logits of the last tokens, or of these positions. 0: of all.
+            shift_labels: (B, T), the label of each position, in place of ``labels``.
         """
-        if labels is not None and others.get("shift_labels") is None and active() is not None:
+        if labels is not None and shift_labels is None and active() is not None:
             raise ArgumentError(
                 "ZonalForCausalLM: within sequence_parallel the label of a stretch's last token is on the next rank. "
-                "Shift the labels of the whole sequence and pass this rank's part as shift_labels, beside labels."
+                "Shift the labels of the whole sequence, and pass this rank's part as shift_labels."
             )
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **others
@@ -342,8 +344,10 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], shift_labels=shift_labels, **others
+            )
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )

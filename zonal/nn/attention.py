@@ -540,6 +540,10 @@ class Attention(TokenMixer):
         """The call of the operator on x (B, T, dim) and a context (None: x itself) in float64, with the gates and
         masses of the layer, and with the unit vectors of R^S as values.
         """
+        if active() is not None:
+            raise self._refused(
+                "weights and evidence are of whole sequences, which sequence_parallel splits over ranks."
+            )
         if context is None:
             q, k, _, inner, _ = self._projected(x)
             read, log_decay = inner, None if self.decay_gate is None else self.decay_gate(inner)

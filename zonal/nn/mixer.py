@@ -280,7 +280,7 @@ class TokenMixer(nn.Module, abc.ABC):
         if further:
             raise self._refused(
                 "within sequence_parallel the past is in other ranks. Leave memory, return_memory, mass, context and "
-                "report out."
+                "report out (use_cache=False in transformers)."
             )
 
     def _check_uses(self, action_mask: Tensor | None, mass: Tensor | None) -> None:

@@ -122,8 +122,12 @@ def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool
 
 def rows_of(call: Call, code: Formula) -> Tensor:
     """What a link's formula reads of each head, (H, n): its coefficients, then its constants."""
-    heads = call.shape[1]
-    rows = call.coefficients.flatten(1).T.expand(heads, -1)
+    return by_head(call.coefficients, call.shape[1], code)
+
+
+def by_head(coefficients: Tensor, heads: int, code: Formula) -> Tensor:
+    """``rows_of``, from the link's coefficients (n, H or 1, 1, 1)."""
+    rows = coefficients.flatten(1).T.expand(heads, -1)
     return torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1) if code.constants else rows
 
 
@@ -180,6 +184,6 @@ def tiled(call: Call) -> Tensor:
 
 
 __all__ = [
-    "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules", "scale_of",
-    "tiled", "too_wide", "transformed", "without_triton",
+    "by_head", "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules",
+    "scale_of", "tiled", "too_wide", "transformed", "without_triton",
 ]  # fmt: skip
