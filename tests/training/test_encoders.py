@@ -35,6 +35,7 @@ def test_encoders_are_compared(folder):
     paths = report.write(folder)
     assert "Hidden tokens (15%)" in paths.markdown.read_text()
     assert 'data-chart="state"' not in paths.html.read_text()
+    assert all("Memory at 1k" not in path.read_text() for path in (paths.html, paths.markdown))
 
 
 def test_a_trained_encoder_is_read_again(folder):
