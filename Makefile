@@ -36,6 +36,7 @@ test-triton: $(STAMP)  ## all tests of the Triton kernels: in the interpreter, a
 
 wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow tests of what is in it
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@if ls dist/*-any.whl >/dev/null 2>&1; then echo "dist holds a wheel without compiled kernels: python -m pip wheel -v --no-deps . says why"; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wheel tests/kernels/test_wheel.py
 
 test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibration (compiling takes some minutes of all cores)

@@ -47,6 +47,20 @@ def test_without_a_compiler_torch_runs(kind: str, tmp_path: Path, monkeypatch: p
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that
+@torch.no_grad()
+def test_without_a_compiler_a_call_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(native_kernels, "say_once", lambda: None)
+    operator, (q, k, v) = m.yat(), sample()
+
+    def attended(q: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="tiled")  # type: ignore[return-value]
+
+    torch.testing.assert_close(torch.compile(attended, fullgraph=True, backend="eager")(q), attended(q))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from zonal.formula import Formula
 from zonal.kernels import build as recipe
 from zonal.kernels import choice
 from zonal.kernels.build import BuildError, InstructionSet
+from zonal.kernels.op import decode, encode
 from zonal.tracing import constant
 
 VARIABLE = "ZONAL_KERNELS"
@@ -245,10 +246,15 @@ def _carried(code: Formula, source: str, isa: InstructionSet) -> bool:
     return library is not None and recipe.good(library)
 
 
-@constant
 def carried(code: Formula, source: str = "tile") -> bool:
     """Whether a good library of a link came with the package for this processor. Looked for once in a process."""
-    return any(_carried(code, source, isa) for isa in choice.usable(source)[0])
+    return _any_carried(encode(code), source)
+
+
+@constant
+def _any_carried(code: str, source: str) -> bool:
+    """``carried`` of an encoded link: torch.compile cannot hand an object over that its trace has made."""
+    return any(_carried(decode(Formula, code), source, isa) for isa in choice.usable(source)[0])
 
 
 def built(code: Formula, source: str = "tile", isa: InstructionSet | None = None) -> Path | None:
