@@ -84,6 +84,8 @@ def check_sequence(each: Sequence) -> None:
         expected = piece.into(expected)
     exact, got = expected.read(q.double()), memory.read(q).double()
     assert torch.isfinite(got).all() or not torch.isfinite(exact).all()
+    for other in (torch.float64, torch.float32, torch.bfloat16):  # queries of another type than the tokens
+        assert memory.read(q.to(other)).dtype == other
     error, size = float((got - exact).abs().max()), float(exact.abs().max())
     assert error <= DTYPES[each.dtype] * (1 + size), f"off by {error:.3g} of {size:.3g}"
 

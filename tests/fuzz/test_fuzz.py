@@ -40,6 +40,7 @@ KEPT: dict[str, tuple[str, Any]] = {
         "memories", Sequence("local_global-learned", (("steps", 1), ("steps", 1), ("call", 6), ("subtract-end", 4)),
         seed=33),
     ),
+    "sums in float32 read with queries in float64": ("memories", Sequence("squared_affine", (), "float32")),
     **{
         f"{name} is {value}": ("arguments", Misfit("softmax", ((name, index),), entry))
         for entry, name, index, value in (

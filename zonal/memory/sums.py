@@ -50,7 +50,7 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
     phi = features(q) if recorded else features.write(q)
     if not features.trivial:
         phi = phi * features.scale(bound.link.monomials(bound.coefficients.to(q)), dim).unsqueeze(1)
-    return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state).view(
+    return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state.to(phi)).view(
         batch, heads, queries, state.shape[-1]
     )
 
