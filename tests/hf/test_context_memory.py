@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zonal import hf
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.training.environment import folder_lock
 
 WORDS = [f"w{index}" for index in range(60)]
 
@@ -124,4 +125,43 @@ def test_what_is_refused() -> None:
                  lambda: context.ask("w1", ["nobody"]), lambda: context.forget("nobody")):  # fmt: skip
         with pytest.raises(ArgumentError, match=r"has been read|no tokens|has not been read. Known: a"):
             call()
+    for call, said in (
+        (lambda: context.ask("w1", "a"), r"names must be a list, received 'a'. Pass \['a'\]"),
+        (lambda: context.ask("w1", ["a", "a"]), "each document can be named once"),
+        (lambda: context.score("w1"), "at least two tokens"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            call()
     assert [each.name for each in context.contents()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["ours", "converted"])
+def test_an_answer_by_beams_is_that_of_one_text(kind: str) -> None:
+    made = model(kind)
+    context = hf.ContextMemory(made, tokenizer())
+    context.read("a", "w1 w2 w3 w4")
+    options = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
+    text = tokenizer()("w1 w2 w3 w4 w5 w6", return_tensors="pt")["input_ids"]
+    whole = made.generate(text, attention_mask=torch.ones_like(text), pad_token_id=0, eos_token_id=0, **options)
+    assert context.ask("w5 w6", **options) == tokenizer().decode(whole[0, 6:], skip_special_tokens=True)
+
+
+def test_a_stopped_save_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a new save are not read under the names of an older one."""
+    context = hf.ContextMemory(model("ours"), tokenizer())
+    context.read("a", "w1 w2")
+    context.save(tmp_path / "kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "zonal.models.memory.ModelMemory.save", lambda self, path: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            context.save(tmp_path / "kept")
+    with pytest.raises(FileFormatError, match=r"documents.json does not exist"):
+        context.load(tmp_path / "kept")
+    monkeypatch.setattr("zonal.hf.context._WAIT", 0.0)
+    with (
+        folder_lock(tmp_path / "kept"),
+        pytest.raises(ArgumentError, match=r"ContextMemory.save: .* is in use by another"),
+    ):
+        context.save(tmp_path / "kept")

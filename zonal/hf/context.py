@@ -17,9 +17,11 @@ from zonal.hf.pretrained import encoded
 from zonal.hf.refusal import Question, Refusal, RefuseUnknown, calibrate_refusal, new_cache
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.nn.memory import load_memories
+from zonal.training.environment import folder_lock
 
 _INDEX = "documents.json"
 _SCHEMA = 1
+_WAIT = 60.0  # seconds, for another process that writes to the folder
 _PIECE = 1024  # tokens that are read by one call
 
 
@@ -89,10 +91,15 @@ class ContextMemory:
         """The memory of some documents, in this order; None = of all. One document's memory is that of its text; those
         of several are merged.
 
-        Raises: ArgumentError for unknown names, no document, and operators whose memories cannot be merged.
+        Raises: ArgumentError for unknown names, one named twice, no document, and operators whose memories cannot be
+            merged.
         """
+        if isinstance(names, str):
+            raise ArgumentError(f"ContextMemory.memory: names must be a list, received {names!r}. Pass [{names!r}].")
         chosen = list(self._documents) if names is None else list(names)
         self._known(chosen, "memory")
+        if len({*chosen}) < len(chosen):
+            raise ArgumentError(f"ContextMemory.memory: each document can be named once, received {', '.join(chosen)}.")
         if not chosen:
             raise ArgumentError("ContextMemory.memory: at least one document is required. Call read(name, text) first.")
         found = self._documents[chosen[0]].fork()
@@ -119,6 +126,7 @@ class ContextMemory:
         if not tokens.shape[1]:
             raise ArgumentError("ContextMemory.ask: the question has no tokens. Give a text with at least one.")
         read = cache.get_seq_length()
+        cache.batch_repeat_interleave(options.get("num_beams") or 1)
         # generate counts the tokens that the cache holds; which they are does not matter
         tokens = torch.cat([tokens.new_zeros(1, read), tokens], 1)
         rules = [] if refuse is None else [RefuseUnknown(refuse, cache, self.tokenizer.eos_token_id)]
@@ -126,13 +134,18 @@ class ContextMemory:
             tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, logits_processor=rules,
             eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.eos_token_id, **options,
         )  # fmt: skip
-        if rules and bool(rules[0].refused):
+        if rules and rules[0].refused is not None and bool(rules[0].refused.any()):
             return None
         return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
 
     def score(self, text: str, names: Iterable[str] | None = None) -> float:
-        """log p of a text after documents, in nats, summed over its tokens but the first."""
+        """log p of a text after documents, in nats, summed over its tokens but the first.
+
+        Raises: ArgumentError as ``memory``, and for a text of fewer than two tokens.
+        """
         tokens = self._encoded(text)
+        if tokens.shape[1] < 2:
+            raise ArgumentError("ContextMemory.score: a text of at least two tokens is required; the first counts not.")
         logits = self._read(tokens, new_cache(self.model, self.memory(names)), keep=0)
         found = logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])
         return float(found.double().sum())
@@ -163,16 +176,20 @@ class ContextMemory:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each document's memory to a file of its own in a folder, and an index. The index is written last."""
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        entries = []
-        for number, (name, memory) in enumerate(self._documents.items()):
-            file = f"document-{number}.safetensors"
-            memory.save(target / file)
-            entries.append({"name": name, "tokens": self._tokens[name], "file": file})
-        record = {"schema": _SCHEMA, "model": fingerprint(self.model), "documents": entries}
-        store.write_json(target / _INDEX, record)
+        """Write each document's memory to a file of its own in a folder, and an index. The index is written last, and
+        an older one is removed first: a folder that has one is complete.
+
+        Raises: ArgumentError while another process writes to the folder, and for a folder that cannot be made.
+        """
+        target, entries = Path(folder), []
+        with folder_lock(target, wait=_WAIT, call="ContextMemory.save"):
+            (target / _INDEX).unlink(missing_ok=True)
+            for number, (name, memory) in enumerate(self._documents.items()):
+                file = f"document-{number}.safetensors"
+                memory.save(target / file)
+                entries.append({"name": name, "tokens": self._tokens[name], "file": file})
+            record = {"schema": _SCHEMA, "model": fingerprint(self.model), "documents": entries}
+            store.write_json(target / _INDEX, record)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Add the documents that ``save`` wrote for this model.

@@ -89,8 +89,7 @@ def run(settings: Settings, command: str, watch: Watch) -> bool:
     if settings.out.exists():
         raise ArgumentError(f"convert: {settings.out} exists. Choose another folder for the converted model (--out).")
     original, tokenizer = opened("convert", settings.model)
-    settings.work.mkdir(parents=True, exist_ok=True)
-    with folder_lock(settings.work):
+    with folder_lock(settings.work, call="convert"):
         return _Conversion(settings, command, watch, original, tokenizer).run()
 
 

@@ -67,10 +67,10 @@ class FolderInUseError(ArgumentError):
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
+def folder_lock(folder: Path, *, wait: float = 0.0, call: str = "train") -> Iterator[None]:
     """Hold ``folder`` (made when absent) for this process; the lock goes with the process, however it ends.
 
-    ``wait``: seconds to wait for another holder. Windows has no such lock.
+    ``wait``: seconds to wait for another holder. ``call``: the name in errors. Windows has no such lock.
 
     Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made, or holds a link in
     place of a file.
@@ -79,9 +79,9 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError(
-            f"train: the folder {folder} cannot be made ({error.strerror}). Choose another folder."
+            f"{call}: the folder {folder} cannot be made ({error.strerror}). Choose another folder."
         ) from error
-    _refuse_links(folder)
+    _refuse_links(folder, call)
     if sys.platform == "win32":
         yield
         return
@@ -91,7 +91,7 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise ArgumentError(
-            f"train: the folder {folder} cannot be opened ({error.strerror}). "
+            f"{call}: the folder {folder} cannot be opened ({error.strerror}). "
             "Fix its permissions, or choose another folder."
         ) from error
     try:
@@ -105,7 +105,7 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
                     raise
                 if time.monotonic() >= deadline:
                     raise FolderInUseError(
-                        f"train: {folder} is in use by another process. "
+                        f"{call}: {folder} is in use by another process. "
                         "Wait until it ends, stop it, or choose another folder."
                     ) from error
                 time.sleep(0.1)
@@ -114,14 +114,14 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         os.close(handle)
 
 
-def _refuse_links(folder: Path) -> None:
+def _refuse_links(folder: Path, call: str) -> None:
     """What is written to a file that is a link would replace something outside of the folder; a folder that is one
     leads nowhere by surprise.
     """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise ArgumentError(
-                f"train: {path} is a symbolic link, but the files of a run must be in its folder. "
+                f"{call}: {path} is a symbolic link, but the files of a run must be in its folder. "
                 "Remove the link, or put the file in its place."
             )
 
