@@ -50,7 +50,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "execution/test_chunked_blocks.py::test_drift_over_a_hundred_thousand_tokens": ("1-3.0",),
     "hf/test_models_of_transformers.py::test_generation_with_a_cache_is_generation_without": ("layers0", "layers1"),
     "hf/test_models_of_transformers.py::test_assisted_generation_gives_the_same_tokens": ("layers1",),
-    "distributed/test_sequence.py::test_ranks_equal_one_process": ("4",),
     "test_docs.py::test_examples_run": ("examples/declare_an_operator.py",),
 }  # fmt: skip
 """Of these tests the named cases are in `make test`, the others only in `make test-all`."""

@@ -102,9 +102,11 @@ def attention(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,
             log_decay=log_decay, key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
         )  # fmt: skip
-        call = weighted(call, action_mask, key_gate, memory.count if isinstance(memory, Memory) else 0)
-        call = thinned(call, dropout)
         stretch = active()
+        past = memory.count if isinstance(memory, Memory) else 0
+        # a stretch may store none of its tokens: others of the sequence are in other ranks
+        call = weighted(call, action_mask, key_gate, past if stretch is None else 1)
+        call = thinned(call, dropout)
         _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None and stretch is None)
         if stretch is not None:
             if memory is not None or return_memory:

@@ -57,7 +57,7 @@ class Case:
 UNEVEN = "learned_parts.score_gate"
 """A gate at zero has the gradient of each rank that would open it, and not that of their sum."""
 TOKENS = 37
-LENGTHS = {2: (14, 23), 4: (9, 2, 15, 11), 3: (1, 35, 1)}
+LENGTHS = {2: (14, 23), 4: (9, 2, 15, 11), 3: (9, 2, 26)}
 """Unequal, odd, and shorter than a convolution."""
 OFFSETS = torch.tensor([0, 3, 11, 30, 37])
 """A document ends in the second stretch of four, one crosses two borders, and with two ranks one crosses."""

@@ -119,6 +119,19 @@ def converted_model() -> str | None:
     return None
 
 
+def silent() -> str | None:
+    """A stretch that stores none of its tokens, in a memory that reads without storing."""
+    stored = torch.arange(22)[None] < 5
+    q = torch.randn(1, 2, 22, 4, generator=torch.Generator().manual_seed(0))
+    whole = zonal.attention(q, q, q, "ska(power=1)", causal=True, action_mask=stored)
+    with sequence_parallel() as parallel:
+        part = parallel.shard(q.transpose(1, 2)).transpose(1, 2)
+        mask = parallel.shard(stored)
+        found = zonal.attention(part, part, part, "ska(power=1)", causal=True, action_mask=mask)
+        wanted = parallel.shard(whole.transpose(1, 2)).transpose(1, 2)
+    return apart({"y": found}, {"y": wanted})
+
+
 def compiled() -> str | None:
     """A layer under torch.compile, whose graph breaks at messages."""
     layer = zonal.nn.Attention(16, 2, m.squared_affine(), conv=3, rotary=True)
@@ -232,6 +245,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "model with remade activations": lambda: model(remade=True),
     "transformers": transformers_model,
     "converted": converted_model,
+    "silent": silent,
     "compiled": compiled,
     "meshes": meshes,
     "bytes": bytes_sent,
