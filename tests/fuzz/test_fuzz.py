@@ -10,6 +10,7 @@ from fuzz.calls import Attention, Misfit
 from fuzz.damaged import Damage
 from fuzz.sequences import Sequence
 from fuzz.targets import TARGETS
+from fuzz.texts import Spec
 from hypothesis import HealthCheck, Phase, given, settings
 from matrix import Case
 
@@ -40,6 +41,7 @@ KEPT: dict[str, tuple[str, Any]] = {
         "memories", Sequence("local_global-learned", (("steps", 1), ("steps", 1), ("call", 6), ("subtract-end", 4)),
         seed=33),
     ),
+    "a temperature that float32 has not": ("specs", Spec("rewa_riemannian(temperature=1e-320)")),
     "sums in float32 read with queries in float64": ("memories", Sequence("squared_affine", (), "float32")),
     **{
         f"{name} is {value}": ("arguments", Misfit("softmax", ((name, index),), entry))

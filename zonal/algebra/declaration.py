@@ -11,6 +11,7 @@ from torch import Tensor
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 from zonal.typed import check_fields
 
+_LEAST = torch.finfo(torch.float32).tiny
 Step = Literal["closure", "restriction", "quotient", "section", "approximation"]
 
 
@@ -210,11 +211,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_positive(name: str, value: float | None, why: str = "", *, optional: bool = False) -> None:
-    """Raise ArgumentError unless ``value`` is > 0, or None where it is ``optional``.
+    """Raise ArgumentError unless ``value`` is > 0 in float32 too, or None where it is ``optional``.
 
     name: the call and the argument, "Cosine: temperature". why: what the limit is for.
     """
-    if not (optional if value is None else value > 0):
+    if not (optional if value is None else value >= _LEAST):
         reason, other = f" ({why})" if why else "", " or None" if optional else ""
         raise ArgumentError(f"{name} must be > 0{reason}{other}, received {value!r}.")
 
