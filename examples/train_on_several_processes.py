@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -72,7 +73,7 @@ def train(folder: Path, per_sequence: int, steps: int, until: int) -> None:
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             print(f"step {step + 1:4d}  loss {losses[-1]:.4f}  {parallel.bytes_sent:,} bytes sent by rank 0 in a step")
     weights, moments = get_state_dict(model, optimiser)
-    dcp.save({"model": weights, "optimiser": moments}, checkpoint_id=folder / f"step-{until}")
+    save({"model": weights, "optimiser": moments}, checkpoint_id=folder / f"step-{until}")
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
 
@@ -84,7 +85,7 @@ def resumed(folder: Path, model: CausalLM, optimiser: torch.optim.Optimizer) -> 
     losses = json.loads((folder / "losses.json").read_text())  # written after the checkpoint, so that is whole
     weights, moments = get_state_dict(model, optimiser)
     state = {"model": weights, "optimiser": moments}
-    dcp.load(state, checkpoint_id=folder / f"step-{len(losses)}")  # each rank reads its part of what any ranks wrote
+    load(state, checkpoint_id=folder / f"step-{len(losses)}")  # each rank reads its part of what any ranks wrote
     set_state_dict(model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"])
     return len(losses), losses
 
