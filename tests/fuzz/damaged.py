@@ -1,5 +1,6 @@
 """Damaged and forged files for every reader of the library: cut, overwritten, with other values and valid checksums."""
 
+import atexit
 import contextlib
 import functools
 import gzip
@@ -168,7 +169,9 @@ def damages(draw: st.DrawFn) -> Damage:
 
 @functools.cache
 def originals() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    found = tempfile.TemporaryDirectory()
+    atexit.register(found.cleanup)
+    return found
 
 
 @functools.cache

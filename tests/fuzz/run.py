@@ -55,7 +55,9 @@ def main(words: list[str] | None = None) -> int:
         target = TARGETS[name]
         found[name] = fuzzed(name, target, max(1, round(target.cases * options.share)), options.seed)
         if options.out is not None:
-            options.out.write_text(json.dumps(record(found, options.seed), indent=1) + "\n", encoding="utf-8")
+            options.out.write_text(
+                json.dumps(record(found, options.seed, options.share), indent=1) + "\n", encoding="utf-8"
+            )
     return 1 if any(each["failures"] for each in found.values()) else 0
 
 
@@ -101,11 +103,11 @@ def one_round(target: Target, cases: int, number: int) -> tuple[int, str | None]
     return run, None
 
 
-def record(found: dict[str, Any], first: int) -> dict[str, Any]:
+def record(found: dict[str, Any], first: int, share: float) -> dict[str, Any]:
     """What results/fuzz.json holds."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "command": "make fuzz",
+        "command": f"PYTHONPATH=tests python -m fuzz.run --share {share:g} --seed {first} --out results/fuzz.json",
         "about": "hostile input to public functions, memories, texts and readers; failures are rounds of "
         f"{ROUND} cases with one",
         "commit": commit,
