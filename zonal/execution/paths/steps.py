@@ -80,7 +80,9 @@ def _refusal(family: Family, call: Call, kind: str, kinds: tuple[str, ...], othe
 
 
 def _unfit(call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
-    if traced() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in (call.q, call.k, call.v)):
+    # as they came: this kernel prepares them itself
+    given = (call.tokens if call.raw is None else call.raw)[:3]
+    if traced() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
     if kind not in kinds:
         return f"a memory of kind {kind!r} is not in it"
