@@ -352,6 +352,13 @@ def circumstances(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def text_of(value: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A record as indented JSON with its rows at the end, one a line. NaN and infinity raise ValueError."""
+    head = json.dumps(dict(value), indent=1, ensure_ascii=False, allow_nan=False)
+    lines = ",\n".join(f"  {json.dumps(dict(row), ensure_ascii=False, allow_nan=False)}" for row in rows)
+    return f'{head.removesuffix(chr(10) + "}")},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
 def report(
     out: str,
     name: str,
@@ -372,9 +379,8 @@ def report(
         **start,
         "settings": dict(settings),
         "summary": dict(summary),
-        "rows": [dict(row) for row in rows],
     }
-    store.write_json(target, value)
+    store.write_bytes(target, text_of(value, rows).encode())
     print(f"wrote {target}")
 
 
