@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # pages whose numbers are all of one or two records; each must name them
 NAMING = (
     "docs/echo.md",
+    "docs/echo_failures.md",
     "docs/rewa.md",
     "docs/rewa_ablations.md",
     "docs/verdicts_measured.md",

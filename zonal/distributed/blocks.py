@@ -10,7 +10,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Raw
 from zonal.algebra.prior import Bias, Intervals, Visibility
 from zonal.execution.paths import tile, tiled
-from zonal.execution.paths.tiled import Parts
+from zonal.execution.paths.tiled import Gradients, Parts
 from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.tile import tile as kernel
 
@@ -24,17 +24,6 @@ class Part(NamedTuple):
 
     y: Tensor
     factor: Tensor
-
-
-class Gradients(NamedTuple):
-    """q and row of the first queries, k, v and col of all keys, c of the link's coefficients; None: nobody asks."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    c: Tensor | None
-    row: Tensor | None
-    col: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -135,14 +124,15 @@ class Block:
     def backward(
         self, inputs: tuple[Tensor, Tensor, Tensor | None], whole: Part, dy: Tensor, learned: bool
     ) -> Gradients:
-        """Gradients of one block. inputs: q, c and row. whole: what the rows have read of all keys. learned: whether c
-        has a gradient."""
+        """Gradients of one block; q and row may be those of the first queries alone. inputs: q, c and row. whole: what
+        the rows have read of all keys. learned: whether c has a gradient.
+        """
         q, c, row = inputs
         given = self.given(*inputs)
         if given is None:
             asked = learned, row is not None, len(self.keys) > 3
             tensors = (q, self.keys[1], self.keys[2], c, *whole, dy, q.new_empty(0))
-            return Gradients(*tiled.run_backward(self.parts, self.bias(row), tensors, asked))
+            return tiled.run_backward(self.parts, self.bias(row), tensors, asked)
         names = ["q", "k", "v"] + ["coefficients"] * learned + ["row"] * (row is not None)
         names += ["col"] * (len(self.keys) > 3)
         some = slice(None, given.queries)
@@ -160,4 +150,4 @@ class Block:
         return Gradients(dq, dk, dv, dc, drow, None if dcol is None else F.pad(dcol, (before, 0)))
 
 
-__all__ = ["Block", "BlockRules", "Gradients", "Keys", "Part"]
+__all__ = ["Block", "BlockRules", "Keys", "Part"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zonal import stretch
-from zonal.distributed import carried, ring
+from zonal.distributed import carried, fetched
 from zonal.distributed.layout import Layout
 from zonal.distributed.ranks import Ranks, check_inside
 from zonal.errors import ArgumentError
@@ -169,7 +169,7 @@ class SequenceParallel(Stretch):
         place = self._layout(call.v, keys)
         place.check_local(call.visibility.edges)
         self._check(call, queries == keys)
-        attended = ring.attended if Memory.kind_for(call.operator, call.head_dim) == "keys" else carried.attended
+        attended = fetched.attended if Memory.kind_for(call.operator, call.head_dim) == "keys" else carried.attended
         return attended(self.ranks, place, call, path)
 
     def _check(self, call: Call, square: bool) -> None:

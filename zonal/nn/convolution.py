@@ -1,6 +1,6 @@
 """The short causal convolution that lets a layer see its last few tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,17 @@ def _joined_tails(a: Tensors, count: int, b: Tensors, more: int) -> Tensors:
     place = torch.arange(gap, device=newer.device) + real[:, None]
     moved = older.gather(1, place.clamp(max=gap - 1)[..., None].expand_as(older))
     return torch.where((place < gap)[..., None], moved, newer), (before + real).clamp(max=gap)
+
+
+class _Read(NamedTuple):
+    """Checked arguments of ``ShortConvolution.parts``."""
+
+    x: Tensor
+    sizes: list[int]
+    heads: int
+    tail: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class ShortConvolution(nn.Module):
@@ -174,35 +185,17 @@ class ShortConvolution(nn.Module):
                 f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}."
             )
         tail = None if tail is None else tail.to(x.dtype)
-        stretch = active()
-        if stretch is not None:
-            return self._continued(stretch, x, sizes, heads, key_padding_mask, cu_seqlens)
-        return self._filtered(x, sizes, tail, heads, key_padding_mask, cu_seqlens)
+        read, stretch = _Read(x, sizes, heads, tail, key_padding_mask, cu_seqlens), active()
+        return self._filtered(read) if stretch is None else self._continued(stretch, read)
 
-    def _filtered(
-        self,
-        x: Tensor,
-        sizes: list[int],
-        tail: Tensor | None,
-        heads: int,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
-        """``parts`` of checked arguments."""
-        compiled = x.shape[1] > 1 and self.width <= WIDEST and refusal(x, tail, self.weight, self.bias) is None
-        filtered = self._compiled if compiled else self._by_torch
-        return filtered(x, sizes, tail, heads, mask, cu_seqlens)
+    def _filtered(self, read: _Read) -> tuple[list[Tensor], Tensor]:
+        x = read.x
+        compiled = x.shape[1] > 1 and self.width <= WIDEST and refusal(x, read.tail, self.weight, self.bias) is None
+        return self._compiled(read) if compiled else self._by_torch(read)
 
-    def _continued(
-        self,
-        stretch: Stretch,
-        x: Tensor,
-        sizes: list[int],
-        heads: int,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
+    def _continued(self, stretch: Stretch, read: _Read) -> tuple[list[Tensor], Tensor]:
         """``parts`` of a stretch of longer sequences: its first document continues from the tail of earlier ones."""
+        x, _, _, _, mask, cu_seqlens = read
         cut = stretch.cut(x, x.shape[1], cu_seqlens)
         own, real = x[:, cut.last :], torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         tail = self.empty_tail(x.shape[0], x.dtype, x.device)
@@ -212,22 +205,15 @@ class ShortConvolution(nn.Module):
             tail, real = self._after(own, None, order, present, None), present.clamp(max=self.width - 1)
         tail, _ = stretch.before((tail, real), _joined_tails, (x,))
         head = None if mask is None else mask[:, : cut.head]
-        y, after = self._filtered(x[:, : cut.head], sizes, tail, heads, head, None)
+        y, after = self._filtered(read._replace(x=x[:, : cut.head], tail=tail, mask=head, cu_seqlens=None))
         if cut.rest is None:
             return y, after
-        others, after = self._filtered(x[:, cut.head :], sizes, None, heads, None, cut.rest)
+        others, after = self._filtered(read._replace(x=x[:, cut.head :], tail=None, mask=None, cu_seqlens=cut.rest))
         return [torch.cat(both, 1) for both in zip(y, others, strict=True)], after
 
-    def _compiled(
-        self,
-        x: Tensor,
-        sizes: list[int],
-        tail: Tensor | None,
-        heads: int,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
+    def _compiled(self, read: _Read) -> tuple[list[Tensor], Tensor]:
         """In one pass over x, without copies of what windows see."""
+        x, sizes, heads, tail, mask, cu_seqlens = read
         order = present = reach = None
         if mask is not None:
             order = torch.argsort(~mask, dim=1, stable=True).to(torch.int32)
@@ -253,15 +239,8 @@ class ShortConvolution(nn.Module):
         old = tail.gather(1, last.clamp(max=gap - 1)[..., None].expand(-1, -1, self.dim))
         return torch.where((last < gap)[..., None], old, x.gather(1, token[..., None].expand(-1, -1, self.dim)))
 
-    def _by_torch(
-        self,
-        x: Tensor,
-        sizes: list[int],
-        tail: Tensor | None,
-        heads: int,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
+    def _by_torch(self, read: _Read) -> tuple[list[Tensor], Tensor]:
+        x, sizes, heads, tail, mask, cu_seqlens = read
         tail = x.new_zeros(x.shape[0], self.width - 1, self.dim) if tail is None else tail
         if cu_seqlens is not None:
             y, after = self._packed(x, cu_seqlens)

@@ -274,8 +274,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: _Scratch) -> None
     total += torch.bmm(a, b, out=scratch.take("product", tuple(total.shape)))
 
 
-class _Gradients(NamedTuple):
-    """What backward fills: views of the whole gradients. c in float64; None where nobody asks."""
+class Gradients(NamedTuple):
+    """The gradients of a call, or views of them that backward fills. c in float64; None where nobody asks."""
 
     q: Tensor
     k: Tensor
@@ -285,7 +285,7 @@ class _Gradients(NamedTuple):
     col: Tensor | None
 
 
-def _backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
+def _backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], out: Gradients, block: tuple[int, int]) -> None:
     """Add the gradients of some sequences to ``out``."""
     q, k, v, c, y, factor, dy, least = tensors
     groups, scratch = parts.groups, _Scratch(q)
@@ -351,7 +351,7 @@ def run_forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Te
     return y, factor, least
 
 
-def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> _Gradients:
+def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> Gradients:
     """The gradients of q, k, v, and if wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
     q, k, v, c, _, _, _, _ = tensors
     dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -365,9 +365,9 @@ def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: 
         span = slice(b, b + sequences)
         some, part = _sequences(parts, bias, span)
         views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
-        out = _Gradients(dq[span], dk[span], dv[span], dc, *views)
+        out = Gradients(dq[span], dk[span], dv[span], dc, *views)
         _backward(some, part, tuple(x if x is c else x[span] for x in tensors), out, (block[0], block[1]))
-    return _Gradients(dq, dk, dv, dc, drow, dcol)
+    return Gradients(dq, dk, dv, dc, drow, dcol)
 
 
 class _Tiled(torch.autograd.Function):

@@ -30,9 +30,9 @@ def attended(ranks: Ranks, place: Layout, call: Call, path: str) -> Tensor:
     row, col = _bias(ranks, place, call)
     mask = call.visibility.key_mask
     mask = call.k.new_ones(call.k.shape[0], call.k.shape[2], dtype=torch.bool) if mask is None else mask
-    own = BlockRules(tiled.parts_of(call), _compiled(call), place.inside)
-    work = _Work(ranks, place, own, _rows(place, call), _reach(place, call))
-    y = _Ring.apply(work, mask[:, None], call.q, call.k, call.v, call.coefficients, row, col)
+    rules = BlockRules(tiled.parts_of(call), _compiled(call), place.inside)
+    work = _Work(ranks, place, rules, _rows(place, call), _reach(place, call))
+    y = _Attention.apply(work, mask[:, None], call.q, call.k, call.v, call.coefficients, row, col)
     assert isinstance(y, Tensor)
     return call.scaled(y)
 
@@ -97,7 +97,7 @@ class _Work:
 
     ranks: Ranks
     place: Layout
-    own: BlockRules
+    rules: BlockRules
     rows: Intervals
     reach: tuple[int, ...]
 
@@ -135,10 +135,10 @@ class _Work:
         """This rank's queries and the keys of the rank ``distance`` before it."""
         begin, count = self.place.begin(self.place.rank - distance), keys[1].shape[2]
         lo, hi, start = ((x - begin).clamp(0, count) for x in self.rows[:3])
-        return Block(self.own, keys, Intervals(lo, hi, start, self.rows.position - begin), distance == 0)
+        return Block(self.rules, keys, Intervals(lo, hi, start, self.rows.position - begin), distance == 0)
 
 
-class _Ring(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, work: _Work, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None,
@@ -150,7 +150,7 @@ class _Ring(torch.autograd.Function):
             found = work.fetched(keys, distance)
             if found is not None:
                 part = work.block(found, distance).forward(q, c, row)
-                whole = part if whole is None else work.own.joined(whole, part)
+                whole = part if whole is None else work.rules.joined(whole, part)
         assert whole is not None
         ctx.work = work
         ctx.save_for_backward(mask, q, k, v, c, row, col, *whole)
