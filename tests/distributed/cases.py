@@ -6,6 +6,7 @@ Forks RANKS processes from this one, which has everything imported, runs the nam
 each to FILE as JSON: null, or a sentence.
 """
 
+import datetime
 import json
 import sys
 import tempfile
@@ -207,7 +208,9 @@ REFUSED = frozenset((
 
 def main(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
+    # a rank that waits for one that has failed ends, too
+    patience = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=patience)
     wrong: dict[str, str | None] = {}
     for name in names:
         if name in CHECKS:
