@@ -127,6 +127,7 @@ def test_build_says_which_it_would_use(
 ) -> None:
     monkeypatch.setattr(command, "FORMULAS", {name: FORMULAS[name] for name in ("exp", "yat")})
     monkeypatch.setattr(build, "sources", lambda code: ("tile",))
+    monkeypatch.setenv(choice.VARIABLE, native_kernels.candidates(FORMULAS["exp"])[0].name)  # the set of the libraries
     assert command.run(command.Build(), "zonal build") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
