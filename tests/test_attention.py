@@ -91,6 +91,7 @@ def test_long_decay_keeps_its_digits() -> None:
 
 
 def test_cosine_of_a_zero_vector() -> None:
+    """It is 0 with every key: the mean of the values, where a link gives 0 some weight."""
     q, k, v = (x.clone().requires_grad_() for x in qkv())
     with torch.no_grad():
         q[:, :, 3], k[:, :, 5] = 0, 0
@@ -99,6 +100,8 @@ def test_cosine_of_a_zero_vector() -> None:
             y = zonal.attention(q, k, v, operator, causal=True, path=path)
             found = torch.autograd.grad(y.sum(), (q, k, v))
             assert all(torch.isfinite(x).all() for x in (y, *found))
+            if operator.name in ("cosine", "squared_affine"):
+                assert torch.allclose(y[:, :, 3], v[:, :, :4].mean(2), atol=1e-6)
 
 
 def test_nan_stays_where_it_is() -> None:

@@ -102,14 +102,12 @@ def test_fences_say_what_they_hold(page: Path) -> None:
     assert not wrong, f"{identifier(page)}: a fence must be one of {', '.join(sorted(LANGUAGES))}: {wrong}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
-def test_code_is_parsed_as_python_only_where_it_is(page: Path) -> None:
+def test_code_is_parsed_as_python_only_where_it_is() -> None:
     """Python that hides as text does not run, so it may not be there."""
-    for block in blocks(page):
-        if block.language == "text":
-            assert not re.search(r"^(import|from) \w+", block.text, re.MULTILINE), (
-                f"{identifier(page)}:{block.line} is Python and should say so"
-            )
+    texts = [(identifier(page), block) for page in PAGES for block in blocks(page) if block.language == "text"]
+    assert texts
+    hidden = [f"{page}:{block.line}" for page, block in texts if re.search(r"^(import|from) \w+", block.text, re.M)]
+    assert not hidden, f"these blocks are Python and should say so: {hidden}"
 
 
 def headings(page: Path) -> set[str]:
@@ -196,7 +194,12 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
+of_every_page_with_commands = pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(commands(page))], ids=identifier
+)
+
+
+@of_every_page_with_commands
 def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     for words in commands(page):
@@ -206,7 +209,7 @@ def test_commands_exist(page: Path) -> None:
             assert words[1] in COMMANDS, f"{identifier(page)}: {shlex.join(words)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
+@of_every_page_with_commands
 def test_commands_are_read(page: Path) -> None:
     """Every command of a page through the parser of the command line, presets and values included; recipes are files
     that another command writes.

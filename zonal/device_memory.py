@@ -17,7 +17,7 @@ def free(device: torch.device | str) -> int | None:
     memory, or what the control group of the process still allows, if that is less.
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         return (
             torch.cuda.mem_get_info(device)[0]
             + torch.cuda.memory_reserved(device)

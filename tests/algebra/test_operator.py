@@ -138,9 +138,13 @@ def test_meaningless_combinations_say_why_when_run(operator: object, words: str)
 
 
 def test_signed_row_can_be_asked_for() -> None:
-    operator = m.sko(degrees=(2.0,)).replace(anchor=anchor.Row(allow_signed=True))
-    q, k, v = (torch.randn(1, 4, 5, 4) for _ in range(3))
-    assert torch.isfinite(zonal.attention(q, k, v, operator, causal=True)).all()
+    """Its rows are divided by sums of weights that are negative, too."""
+    counted = m.sko(degrees=(3.0,), manifold_dim=1).double()
+    q, k, v = (torch.randn(1, 4, 5, size, dtype=torch.float64) for size in (4, 4, 3))
+    weights = zonal.attention(q, k, torch.eye(5, dtype=torch.float64).expand(1, 4, 5, 5), counted, causal=True)
+    assert (weights < 0).any()
+    y = zonal.attention(q, k, v, counted.replace(anchor=anchor.Row(allow_signed=True)), causal=True)
+    torch.testing.assert_close(y, weights / weights.sum(-1, keepdim=True) @ v)
 
 
 def test_a_signed_map_is_refused_by_name_and_allowed_with_a_warning_in_the_ledger() -> None:

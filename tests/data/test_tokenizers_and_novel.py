@@ -56,7 +56,7 @@ def test_pieces_join_to_the_text_and_keep_its_tokens(words, size):
 
 
 def test_pieces_are_cut():
-    assert len(list(corpora.pieces(["one two three ", "four five six"]))) > 1
+    assert list(corpora.pieces(["one two three ", "four five six"])) == ["one two three", " four five", " six"]
 
 
 def test_unknown_tokenizer():

@@ -45,6 +45,8 @@ def in_pieces(operator: Operator, data: Inputs, cuts: tuple[int, ...], way: str)
 def test_pieces_equal_one_pass(name: str, case_name: str, pieces: str, way: str) -> None:
     operator, data = made(name), inputs(CASES[case_name])
     if CASES[case_name].key_bias and operator.tags.solves:
+        with pytest.raises(ArgumentError, match="key_bias"):
+            call_of(operator, data)
         return
     y, memory = in_pieces(operator, data, PIECES[pieces], way)
     assert_same(y, dense(call_of(operator, data)), leaves_of(operator, data))
@@ -69,6 +71,8 @@ def test_pieces_equal_one_pass(name: str, case_name: str, pieces: str, way: str)
 def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str) -> None:
     operator, data = made(name), inputs(CASES[case_name])
     if CASES[case_name].key_bias and operator.tags.solves:
+        with pytest.raises(ArgumentError, match="key_bias"):
+            call_of(operator, data)
         return
     y, memory = in_pieces(operator, data, (0, 9, 10, 19), "streaming")
     # a direction of one number is the same or opposite: there the last digit of a cosine, 1e-16, stands beside eps^2 =

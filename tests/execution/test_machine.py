@@ -269,7 +269,8 @@ def test_inside_a_checkpointed_region() -> None:
         return y * x
 
     checkpoint(region, x, use_reentrant=False).sum().backward()
-    assert x.grad is not None
+    assert len(done) == 1
+    torch.testing.assert_close(x.grad, x.detach().exp() * (1 + x.detach()))
 
 
 def test_inside_backward_and_another_thread() -> None:
@@ -392,11 +393,6 @@ def test_real_numbers_of_a_device_make_sense() -> None:
     # between ten billion and a quadrillion multiply-adds in float32
     assert 1e10 < machine.compiled < 1e15
     assert 1e10 < machine.products < 1e15
-
-
-def test_free_memory_is_less_than_all() -> None:
-    free, total = machines.free_memory(CPU), machines.memory(CPU)
-    assert free is None or 0 < free <= total
 
 
 def test_rates_follow_the_machine() -> None:

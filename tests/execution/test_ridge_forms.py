@@ -149,11 +149,11 @@ def test_bad_weights_change_nothing() -> None:
     empty = Memory.empty(operator, 2, 2, 5, 3, torch.float64)
     memory = empty.absorb(k, v, action_mask=some())
     before, count = memory.read(q), memory.count
-    for wrong, error in (
-        ({"action_mask": some(22)}, ArgumentError),
-        ({"key_gate": torch.full((2, 2, 23), float("nan"))}, NonFiniteError),
+    for wrong, error, words in (
+        ({"action_mask": some(22)}, ArgumentError, "action_mask must be bool of shape"),
+        ({"key_gate": torch.full((2, 2, 23), float("nan"))}, NonFiniteError, "nothing was absorbed"),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error, match=words):
             memory.absorb_(k, v, **wrong)  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError, match="nothing was absorbed"):
         memory.absorb_(torch.full_like(k, float("nan")), v)

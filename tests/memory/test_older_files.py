@@ -83,8 +83,12 @@ def test_borders_are_read(name: str) -> None:
     _, k, v = (torch.randn(2, heads, 6, dim, generator=generator) for heads, dim in ((4, 3), (2, 3), (2, 2)))
     mask = torch.ones(2, 6, dtype=torch.bool)
     mask[0, :2] = False
-    rest = memory.subtract(Memory.empty(memory.operator, 2, 2, 3, 2).absorb(k, v, mask))
+    beginning = Memory.empty(memory.operator, 2, 2, 3, 2).absorb(k, v, mask)
+    rest = memory.subtract(beginning)
     assert rest.count == 4
+    q = drawn(0, 2, 4, 6, 3)
+    assert (rest.read(q) - memory.read(q)).abs().max() > 1e-2
+    assert torch.allclose(beginning.merge(rest).read(q), memory.read(q), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ska", "squared_affine", "retention", "ska-fading", "ridge-moving", "kernel_ridge"])

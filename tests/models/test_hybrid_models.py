@@ -200,7 +200,6 @@ def test_a_few_steps_learn_and_reach_every_parameter(line):
         optimiser.step()
         losses.append((total / count).item())
     assert losses[-1] < 0.5 * losses[0]
-    assert model.locate_nonfinite(x) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

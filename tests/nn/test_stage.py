@@ -150,10 +150,6 @@ def test_what_looks_into_a_model_sees_its_stages(residual):
     for (index, mixer, x), entered in zip(model.layer_inputs(tokens), seen, strict=True):
         assert mixer is model.blocks[index].attention
         torch.testing.assert_close(x, entered, rtol=0, atol=0)
-    assert model.locate_nonfinite(tokens) is None
-    huge = model.blocks[1].mlp.down
-    huge.register_forward_hook(lambda layer, inputs, y: y + float("inf"))
-    assert model.locate_nonfinite(tokens) == "blocks.1.mlp"
 
 
 @by_residual

@@ -8,7 +8,7 @@ import torch
 from zonal import tasks
 from zonal.errors import ArgumentError
 from zonal.tasks import Expressions
-from zonal.tasks.expressions import ATOMS, DEEPEST, LONGEST, parse
+from zonal.tasks.expressions import ATOMS, DEEPEST, LONGEST, parse, written
 
 
 def read(words):
@@ -127,9 +127,8 @@ def test_no_test_sequence_is_trained():
 
 @pytest.mark.parametrize("words", ["a3", "( f0 a1 a2 )", "( f1 ( f2 a0 a1 ) a2 )", "( f1 a2 ( f7 a0 a1 ) )"])
 def test_expressions_parse(words):
-    task = Expressions()
-    found = parse([task_token(task, word) for word in words.split()])
-    assert found is not None
+    tokens = [task_token(Expressions(), word) for word in words.split()]
+    assert written(parse(tokens)) == tokens
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_pairs_held_out_follow_from_trained_ones():
 
 def test_held_out_pairs_are_not_trained(hypernyms):
     held = {tuple(pair) for cell in hypernyms.source.tests for pair in hypernyms.source.pairs(cell).tolist()}
+    assert held
     for tokens, targets, _, _ in itertools.chain.from_iterable(
         rows([hypernyms.train_batch(step, 16, 3)]) for step in range(20)
     ):

@@ -243,25 +243,6 @@ def memory(device: torch.device) -> int:
     return total
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be had now, or None where nobody tells."""
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return None
-        free = torch.cuda.mem_get_info(device)[0]
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = None
-    with contextlib.suppress(OSError, ValueError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-        free = int(found.group(1)) * 1024 if found else None
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        free = limit - used if free is None else min(free, limit - used)
-    return free
-
-
 # -- keeping ---------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from zonal import device_memory
 from zonal.errors import PathError, unknown_name
 from zonal.execution import machine as machines
 from zonal.execution.call import Call
@@ -159,7 +160,7 @@ def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None =
         available = machine.memory_bytes
         # asking the system costs more than a short call; below a sixteenth of all memory the answer cannot matter
         if most * 16 > available:
-            free = machines.free_memory(shape.device)
+            free = device_memory.free(shape.device)
             available = available if free is None else free
     if most > available:
         if all(estimate.peak_bytes > available for estimate in estimates):

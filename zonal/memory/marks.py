@@ -5,7 +5,7 @@ gives meaningless sums. The sums alone do not show which is which. A merge there
 its border: two numbers per head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,22 +113,4 @@ def copied(borders: Sequence[Border]) -> tuple[Border, ...]:
     return tuple(Border(b.at, b.total.clone(), b.mark.clone()) for b in borders)
 
 
-def named(borders: Sequence[Border]) -> dict[str, Tensor]:
-    """The tensors of borders by name."""
-    return {f"border{i}.{name}": getattr(b, name) for i, b in enumerate(borders) for name in Border._fields[1:]}
-
-
-def places(borders: Sequence[Border]) -> dict[str, int]:
-    """Where borders are, by name."""
-    return {f"border{i}": b.at for i, b in enumerate(borders)}
-
-
-def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Border, ...]:
-    """The borders of ``named`` and ``places``. Raises: KeyError when one is missing."""
-    count = sum(name.startswith("border") for name in plain)
-    return tuple(
-        Border(plain[f"border{i}"], tensors[f"border{i}.total"], tensors[f"border{i}.mark"]) for i in range(count)
-    )
-
-
-__all__ = ["Border", "Marked", "after_merge", "after_subtract", "copied", "moved", "named", "places", "restored"]
+__all__ = ["Border", "Marked", "after_merge", "after_subtract", "copied", "moved"]

@@ -5,7 +5,7 @@ after it and the last real key before it. A span without a real token in a row l
 span continues from the same left key.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -129,27 +129,9 @@ def holds(
     return torch.equal(final[rows], given[1][rows]) and (given[0] is None or torch.equal(key[rows], given[0][rows]))
 
 
-def named(seams: Sequence[Seam]) -> dict[str, Tensor]:
-    """The tensors of seams by name."""
-    return {f"seam{i}.{name}": getattr(seam, name) for i, seam in enumerate(seams) for name in Seam._fields[1:]}
-
-
-def places_by_name(seams: Sequence[Seam]) -> dict[str, int]:
-    """Where seams are, by name."""
-    return {f"seam{i}": seam.at for i, seam in enumerate(seams)}
-
-
-def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Seam, ...]:
-    """The seams of ``named``, where they are from ``plain``. Raises: KeyError when one is missing."""
-    count = sum(name.startswith("seam") for name in plain)
-    return tuple(
-        Seam(plain[f"seam{i}"], *(tensors[f"seam{i}.{name}"] for name in Seam._fields[1:])) for i in range(count)
-    )
-
-
 def _rows(which: Tensor) -> Tensor:
     """(B,) -> (B, 1, 1)."""
     return which[:, None, None]
 
 
-__all__ = ["Rest", "Seam", "bordered", "holds", "named", "outer", "places", "places_by_name", "restored", "taken_out"]
+__all__ = ["Rest", "Seam", "bordered", "holds", "outer", "places", "taken_out"]

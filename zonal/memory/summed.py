@@ -2,9 +2,9 @@
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from torch import Tensor
 from zonal import device_memory
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError
-from zonal.memory import marks, seams
+from zonal.memory import marks
 from zonal.memory.base import Form, Memory
 from zonal.memory.marks import Border
 from zonal.memory.seams import Seam
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
+
+_Record = TypeVar("_Record", Seam, Border)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -207,7 +209,7 @@ class Summed(Memory):
     def bytes_at(self, length: int) -> int:
         form, waiting = self.form, 0 if self.chunk is None else length % self.chunk
         token = (self.operator.score.width(form.key_dim) + form.value_dim) * form.statistics.itemsize
-        held = self.numbers() | seams.named(self.seams) | marks.named(self.borders)
+        held = self.numbers() | self._written_down()
         return sum(x.nbytes for x in held.values()) + self.derived_bytes + form.batch * form.heads * waiting * token
 
     def numbers(self) -> dict[str, Tensor]:
@@ -216,10 +218,18 @@ class Summed(Memory):
 
     def tensors(self) -> dict[str, Tensor]:
         pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
-        return self.numbers() | seams.named(self.seams) | marks.named(self.borders) | pending
+        return self.numbers() | self._written_down() | pending
 
     def plain(self) -> dict[str, int]:
-        return seams.places_by_name(self.seams) | marks.places(self.borders)
+        return {name: each.at for name, each in self._by_name().items()}
+
+    def _by_name(self) -> dict[str, Seam | Border]:
+        """What merges wrote down: "seam0", "seam1", …, "border0", …"""
+        every = {"seam": self.seams, "border": self.borders}
+        return {f"{kind}{i}": each for kind, found in every.items() for i, each in enumerate(found)}
+
+    def _written_down(self) -> dict[str, Tensor]:
+        return {f"{name}.{part}": getattr(x, part) for name, x in self._by_name().items() for part in x._fields[1:]}
 
     @classmethod
     def restored(
@@ -235,10 +245,17 @@ class Summed(Memory):
             form,
             count,
             **{name: tensors[name] for name in described},  # type: ignore[arg-type]
-            seams=seams.restored(tensors, plain),
-            borders=marks.restored(tensors, plain),
+            seams=_read(Seam, tensors, plain),
+            borders=_read(Border, tensors, plain),
             pending=Tokens(**waiting) if waiting else None,
         )
+
+
+def _read(kind: type[_Record], tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[_Record, ...]:
+    """What merges wrote down, from ``tensors`` and ``plain`` of a memory. Raises: KeyError when a part is missing."""
+    word = kind.__name__.lower()
+    names = [f"{word}{i}" for i in range(sum(name.startswith(word) for name in plain))]
+    return tuple(kind(plain[name], *(tensors[f"{name}.{part}"] for part in kind._fields[1:])) for name in names)
 
 
 def _padded(tokens: Tokens) -> Tensor | int:

@@ -377,27 +377,6 @@ class CausalLM(LanguageModel):
         """
         return tuple(block.attention.reads(tokens) for block in self._blocks())
 
-    @torch.no_grad()
-    def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
-        """The qualified name of the first parameter that is not finite, or else of the first module, in reading order,
-        whose output is not finite. None if all are finite.
-        """
-        for name, parameter in self.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                return name
-        records: Records = (self._embed(tokens),)
-        for index, block in enumerate(self._blocks()):
-            x = block.mixing(functools.partial(block.attention, path=path))(records)
-            if not bool(x.isfinite().all()):
-                return f"blocks.{index}.attention"
-            feeding = block.feeding()
-            if feeding is not None:
-                x = feeding(x)
-                if not bool(x.isfinite().all()):
-                    return f"blocks.{index}.mlp"
-            records = self.history.kept(records, x)
-        return None if bool(self._logits(self.norm(self.history(records))).isfinite().all()) else "head"
-
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
