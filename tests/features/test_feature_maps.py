@@ -105,7 +105,6 @@ def test_one_interface(features: FeatureMap) -> None:
     for side in ("query", "key"):
         phi = features(x, buffers, side)
         assert phi.shape == (3, 2, 4, features.dimension(DIM))
-        assert torch.equal(features.write(x.clone().requires_grad_(), buffers, side), phi)
     assert torch.equal(features.query(x, buffers), features(x, buffers, "query"))
     assert torch.equal(features.key(x, buffers), features(x, buffers, "key"))
     assert set(features.learned) <= set(buffers)
@@ -130,25 +129,25 @@ def test_heads_are_their_own(features: FeatureMap) -> None:
 
 @every_map
 def test_gradients(features: FeatureMap) -> None:
-    """vjp and learned_vjp against finite differences of phi."""
+    """Of vectors and of all that is learned, against finite differences of phi."""
     buffers = features.prepare(DIM, 2, seed=3, dtype=torch.float64)
     x = units(2, 3, DIM)
     for side in ("query", "key"):
         grad = torch.randn(
             2, 3, features.dimension(DIM), generator=torch.Generator().manual_seed(5), dtype=torch.float64
         )
-        found, of_buffers = features.learned_vjp(x, grad, buffers, side)
-        assert torch.allclose(found, features.vjp(x, grad, buffers, side), atol=1e-13)
-        assert set(of_buffers) == set(features.learned)
+        leaves = {"": x.clone().requires_grad_(), **{n: buffers[n].clone().requires_grad_() for n in features.learned}}
+        phi = features(leaves[""], {**buffers, **leaves}, side)
+        found, *of_buffers = torch.autograd.grad(phi, [*leaves.values()], grad, materialize_grads=True)
 
         def at(moved: Tensor, values: dict[str, Tensor], side: str = side, grad: Tensor = grad) -> float:
-            return float((features.write(moved, values, side) * grad).sum())  # type: ignore[arg-type]
+            return float((features(moved, values, side) * grad).sum())  # type: ignore[arg-type]
 
         step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
         assert float((found * step).sum()) == pytest.approx(
             (at(x + step, buffers) - at(x - step, buffers)) / 2, rel=1e-5, abs=1e-12
         )
-        for name, value in of_buffers.items():
+        for name, value in zip(features.learned, of_buffers, strict=True):
             step = 1e-6 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
             slope = (
                 at(x, {**buffers, name: buffers[name] + step}) - at(x, {**buffers, name: buffers[name] - step})

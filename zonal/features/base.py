@@ -196,28 +196,6 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
         """phi_k(k), with a graph."""
         return self(k, buffers, "key")
 
-    @torch.no_grad()
-    def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        """phi(x) without a graph."""
-        return self(x, buffers, side)
-
-    def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        """Gradient of sum(grad * phi(x)) with respect to x, without a graph; features are made again."""
-        return self.learned_vjp(x, grad, {name: value.detach() for name, value in buffers.items()}, side, names=())[0]
-
-    def learned_vjp(
-        self, x: Tensor, grad: Tensor, buffers: Buffers, side: Side = "key", names: tuple[str, ...] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """``vjp``, and the gradients with respect to the buffers of ``names`` (default: what is learned)."""
-        names = self.learned if names is None else names
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            leaves = {name: value.detach().requires_grad_(name in names) for name, value in buffers.items()}
-            phi = self(x, leaves, side)
-        wanted = [x, *(leaves[name] for name in names)]
-        found = torch.autograd.grad(phi, wanted, grad.expand(phi.shape), allow_unused=True, materialize_grads=True)
-        return found[0], dict(zip(names, found[1:], strict=True))
-
     def refusal(self, anchor: Anchor) -> str | None:
         """Why this map may not serve an anchor, or None. Anchors that divide by a sum need nonnegative features."""
         normalises = getattr(anchor, "normalises", False)

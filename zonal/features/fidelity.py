@@ -75,9 +75,10 @@ def kernel_value(kernel: Link, x: Tensor) -> Tensor:
     return kernel.at(x)
 
 
+@torch.no_grad()
 def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tensor:
     """phi_q(q_t) . phi_k(k_s) for all pairs, (H, T, T)."""
-    return features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
+    return features.query(data.q, buffers) @ features.key(data.k, buffers).mT
 
 
 def kernel_fidelity(

@@ -107,23 +107,6 @@ class Polynomial(FeatureMap):
         phi = self._pick(self.powers(x), x.shape[-1])
         return phi * self._weights(x) if side == "query" else phi
 
-    @torch.no_grad()
-    def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        phi = self._pick(self.powers.write(x), x.shape[-1])
-        return phi * self._weights(x) if side == "query" else phi
-
-    @torch.no_grad()
-    def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        if side == "query":
-            grad = grad * self._weights(x)
-        if all(self._kept):
-            return self.powers.vjp(x, grad)
-        sizes, at, parts = self.powers.sizes(x.shape[-1]), 0, []
-        for size, present in zip(sizes, self._kept, strict=True):
-            parts.append(grad[..., at : at + size] if present else grad.new_zeros(*grad.shape[:-1], size))
-            at += size if present else 0
-        return self.powers.vjp(x, torch.cat(parts, -1))
-
 
 def taylor_exp(scale: float = 1.0, order: int = 2) -> Polynomial:
     """sum_{k <= order} (scale x)^k / k!, the Taylor polynomial of exp(scale x); positive for even orders at any length.

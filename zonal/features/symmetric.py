@@ -68,7 +68,7 @@ class SymmetricPowers(FeatureMap):
         """phi(x): (…, d) -> (…, m). Differentiable once; backward recomputes instead of keeping features."""
         return x if self.trivial else _Powers.apply(x, self)
 
-    def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+    def write(self, x: Tensor) -> Tensor:
         """phi(x) without a graph."""
         if self.trivial:
             return x
@@ -87,7 +87,7 @@ class SymmetricPowers(FeatureMap):
             return out
 
     @torch.no_grad()
-    def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+    def vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient of sum(grad * phi(x)) with respect to x, without a graph."""
         if self.trivial:
             return grad

@@ -80,46 +80,6 @@ class CausalLM(LanguageModel):
             qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
         )  # fmt: skip
 
-    # --- forward ----------------------------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-        action_mask: Tensor | None = None,
-    ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V).
-
-        Masks and path are those of ``TokenMixer.forward``. action_mask: bool (B, T), False for tokens that ridge and
-        Koopman read-outs read but do not store, in addition to ``silent_tokens``.
-
-        Raises: ArgumentError if tokens or masks do not fit.
-        """
-        hidden = self.hidden(
-            tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
-        )
-        return self._logits(hidden)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-        action_mask: Tensor | None = None,
-    ) -> Tensor:
-        """tokens (B, T) -> the input of the output head, (B, T, dim). Arguments as in ``forward``."""
-        records: Records = (self._embed(tokens),)
-        stored = self._stored(tokens, action_mask)
-        for block in self.blocks:
-            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored)
-            records = self.history.kept(records, x)
-        return self.norm(self.history(records))
-
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def empty_memory(
@@ -414,13 +374,6 @@ class CausalLM(LanguageModel):
             records = self.history.kept(records, x)
             after.append(layer)
         return self.history(records), tuple(after), readings
-
-    def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
-        """Which tokens memories take in, bool (B, T); None = all."""
-        if not self.config.silent_tokens:
-            return action_mask
-        loud = torch.stack([tokens != silent for silent in self.config.silent_tokens]).all(0)
-        return loud if action_mask is None else loud & action_mask
 
     def _hidden_in_pieces(
         self, tokens: Tensor, piece: int, mask: Tensor | None, cu_seqlens: Tensor | None, path: str

@@ -1,6 +1,5 @@
 """Parts of a model, made from the names in its config, and what models of tokens share."""
 
-import abc
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -70,7 +69,7 @@ def rotary_of(config: ModelConfig) -> Rotary | bool:
 
 
 @known_names
-class LanguageModel(nn.Module, abc.ABC):
+class LanguageModel(nn.Module):
     """Embedding, one residual block per mixer, norm, and an output head, which may be the embedding.
 
     block: the class of the blocks.
@@ -104,7 +103,28 @@ class LanguageModel(nn.Module, abc.ABC):
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
 
-    @abc.abstractmethod
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+        action_mask: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V).
+
+        The logits are those of the next token, from an encoder of the token itself. Masks and path are those of
+        ``TokenMixer.forward``. action_mask: bool (B, T), False for tokens that ridge and Koopman read-outs read but do
+        not store, in addition to ``silent_tokens``.
+
+        Raises: ArgumentError if tokens or masks do not fit.
+        """
+        hidden = self.hidden(
+            tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
+        )
+        return self._logits(hidden)
+
     def hidden(
         self,
         tokens: Tensor,
@@ -112,8 +132,15 @@ class LanguageModel(nn.Module, abc.ABC):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        action_mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> the input of the output head, (B, T, dim)."""
+        """tokens (B, T) -> the input of the output head, (B, T, dim). Arguments as in ``forward``."""
+        records: Records = (self._embed(tokens),)
+        stored = self._stored(tokens, action_mask)
+        for block in self.blocks:
+            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored)
+            records = self.history.kept(records, x)
+        return self.norm(self.history(records))
 
     def loss(
         self,
@@ -195,7 +222,10 @@ class LanguageModel(nn.Module, abc.ABC):
 
     def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
         """Which tokens memories take in, bool (B, T); None = all."""
-        return action_mask
+        if not self.config.silent_tokens:
+            return action_mask
+        loud = torch.stack([tokens != silent for silent in self.config.silent_tokens]).all(0)
+        return loud if action_mask is None else loud & action_mask
 
     def _supervised(self, call: str, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, T) bool, where there is a target."""

@@ -10,7 +10,7 @@ from zonal.models.config import ModelConfig
 from zonal.models.layers import operators_in
 from zonal.models.parts import LanguageModel, rotary_of
 from zonal.names import known_names
-from zonal.nn import Attention, Records
+from zonal.nn import Attention
 
 
 @known_names
@@ -52,36 +52,6 @@ class TextEncoder(LanguageModel):
             ),
         )  # fmt: skip
         self.reset_parameters(seed)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> Tensor:
-        """tokens (B, T) -> (B, T, dim). Masks and path as in ``nn.Attention``.
-
-        Raises:
-            ArgumentError: tokens are not integers (B, T) of the vocabulary.
-        """
-        records: Records = (self._embed(tokens),)
-        for block in self.blocks:
-            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-            records = self.history.kept(records, x)
-        return self.norm(self.history(records))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        path: str = "auto",
-    ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V) for the token at each position, for example a masked one."""
-        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, path: str = "auto") -> Tensor:
         """tokens (B, T) -> the mean over real tokens, (B, dim)."""
