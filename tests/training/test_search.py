@@ -114,6 +114,7 @@ def test_layers_change_places():
         ("softmax", "yat"),
     }
     swaps = moves(mixed, model, kinds=("link",))
+    assert swaps.legal
     assert all(move.target.layers[1] == "mamba2" for move in swaps.legal)
     assert any("mamba2 is a recurrence" in skipped.reason for skipped in swaps.skipped)
     assert [

@@ -96,7 +96,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
     )
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
-    steps, budget = training_steps(options.training, options.budget, default="10m")
+    steps, budget = training_steps(options.training, options.budget)
     experiment = None if options.preset is None else presets.find(options.preset, "compare")
     shapes = {
         operator: dataclasses.replace(options.model, **experiment.shapes[operator])

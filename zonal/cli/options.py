@@ -160,8 +160,8 @@ def _words(values: Any, defaults: Any) -> list[str]:
     return words
 
 
-def training_steps(options: TrainingOptions, budget: str | None, *, default: str) -> tuple[int, float | None]:
-    """Steps (with a budget: the most allowed) and the budget in seconds; with neither, the ``default`` budget."""
+def training_steps(options: TrainingOptions, budget: str | None) -> tuple[int, float | None]:
+    """Steps (with a budget: the most allowed) and the budget in seconds; with neither, ten minutes."""
     if options.steps is not None:
         return options.steps, None if budget is None else parse.duration(budget)
-    return 1_000_000, parse.duration(default if budget is None else budget)
+    return 1_000_000, parse.duration("10m" if budget is None else budget)

@@ -53,7 +53,7 @@ class GatedDeltaNet(FastWeights):
         return self.sizes.head_dim
 
     def _reset_gates(self, draws: Draws) -> None:
-        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_steps_(self.step_bias, draws)
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class GatedKalmaNet(FastWeights):
         return self.sizes.state + self.sizes.head_dim
 
     def _reset_gates(self, draws: Draws) -> None:
-        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_steps_(self.step_bias, draws)
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
         nn.init.zeros_(self.write_bias)
         nn.init.zeros_(self.mix_bias)

@@ -88,7 +88,7 @@ class Mamba2(TokenMixer):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         self.convolution.reset_parameters(draws.child("convolution"))
-        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_steps_(self.step_bias, draws)
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
         nn.init.ones_(self.skip)
         self.norm.reset_parameters()

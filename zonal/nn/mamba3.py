@@ -95,7 +95,7 @@ class Mamba3(TokenMixer):
         draws.normal_(self.output.weight, "output.weight", output=True)
         if self.convolution is not None:
             self.convolution.reset_parameters(draws.child("convolution"))
-        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_steps_(self.step_bias, draws)
         for norm in (self.key_norm, self.query_norm):
             norm.reset_parameters()
         for parameter in (self.key_bias, self.query_bias, self.skip):

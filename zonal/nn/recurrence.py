@@ -103,11 +103,11 @@ def draw_log_uniform_(parameter: Tensor, draws: Draws, name: str, low: float, hi
 
 
 @torch.no_grad()
-def draw_steps_(parameter: Tensor, draws: Draws, name: str) -> None:
+def draw_steps_(step_bias: Tensor, draws: Draws) -> None:
     """Fill biases b so that softplus(b) is log-uniform in ``STEPS``."""
-    draw_log_uniform_(parameter, draws, name, *STEPS)
-    if not parameter.is_meta:  # torch would load its compiler to work out the shapes
-        parameter.copy_(inverse_softplus(parameter.exp()))
+    draw_log_uniform_(step_bias, draws, "step_bias", *STEPS)
+    if not step_bias.is_meta:  # torch would load its compiler to work out the shapes
+        step_bias.copy_(inverse_softplus(step_bias.exp()))
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
