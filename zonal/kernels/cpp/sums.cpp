@@ -289,7 +289,7 @@ void pack_gradients(const Task& task, const Span& span, bool forwards, Backward&
       for (int64_t d = 0; d < task.first; ++d) first[d] = q[d] * scale;
       for (int64_t d = 0; d < task.rest; ++d) rest[d] = q[task.first + d] * scale;
     }
-    if (forwards || task.width % C == 1) turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
+    if (forwards || one_is_left(task.width)) turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
   }
   const bool same = !forwards || (task.running == nullptr && !all.thin);
   all.read_columns = same ? more.du_columns : more.read_columns;
@@ -388,7 +388,8 @@ void gather(const float* tiles, int64_t keys, const float* rows, int64_t step, i
   for (int64_t s = 0; s < keys; s += R)
     with_rows<R>(keys - s, [&](auto n) {
       for (int64_t p = p0; p < p1; p += C)
-        columns_by_rows<decltype(n)::value>(tiles + s * C, BLOCK * C, rows + p, step, columns * C, into + s * step + p, step);
+        (p1 - p > L ? columns_by_rows<decltype(n)::value, 2> : columns_by_rows<decltype(n)::value, 1>)(
+            tiles + s * C, BLOCK * C, rows + p, step, columns * C, into + s * step + p, step, nullptr);
     });
 }
 

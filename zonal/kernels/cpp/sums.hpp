@@ -250,9 +250,9 @@ INLINE void add(float* sum, float* lost, X x) {
   std::memcpy(lost, &missing, sizeof(X));
 }
 
-// into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
-// rows (tokens, step); lost: beside into, what rounding took there
-template <int N, bool KEEPS = false>
+// into (N rows of W vectors) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to
+// column, rows (tokens, step); lost: beside into, what rounding took there
+template <int N, int W, bool KEEPS = false>
 APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step,
                            float* lost = nullptr) {
   V x[N], y[N];
@@ -260,11 +260,11 @@ APART void columns_by_rows(const float* features, int64_t features_step, const f
   for (; tokens > 0; tokens -= C, features += features_step) {
     const int64_t lanes = std::min<int64_t>(tokens, C);
     for (int64_t i = 0; i < lanes; ++i) {
-      const V first = load(rows), second = load(rows + L);
+      const V first = load(rows), second = W == 2 ? load(rows + L) : V{};
       EACH_ROW {
         const V number = spread(features[r * C + i]);
         x[r] += number * first;
-        y[r] += number * second;
+        if constexpr (W == 2) y[r] += number * second;
       }
       rows += step;
     }
@@ -273,10 +273,10 @@ APART void columns_by_rows(const float* features, int64_t features_step, const f
     float* to = into + r * into_step;
     if constexpr (KEEPS) {
       add(to, lost + r * into_step, x[r]);
-      add(to + L, lost + r * into_step + L, y[r]);
+      if constexpr (W == 2) add(to + L, lost + r * into_step + L, y[r]);
     } else {
       store(to, load(to) + x[r]);
-      store(to + L, load(to + L) + y[r]);
+      if constexpr (W == 2) store(to + L, load(to + L) + y[r]);
     }
   }
 }
@@ -303,13 +303,16 @@ void features(const Sums& c, const float* column, const float* weights, int64_t 
   }
 }
 
+// whether all numbers of a row but one fill vectors
+inline bool one_is_left(int64_t width) { return width % L == 1; }
+
 // Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); ``last``, where it is not null, is
-// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. lost: beside the
+// the last column of rows, a column of tokens to ``last_step`` numbers: cheaper than a vector where it alone is left over. lost: beside the
 // strip, what rounding took from it: a state is as good as the sums of single blocks, however many. room (columns, SLICE, C).
 void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
             const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* lost, float* room) {
   const int64_t columns = (tokens + C - 1) / C;
-  const bool apart = last != nullptr && width % C == 1;
+  const bool apart = last != nullptr && one_is_left(width);
   const int64_t body = apart ? width - 1 : width;
   for (int64_t s0 = a0; s0 < a1; s0 += SLICE) {
     const int64_t s1 = std::min(s0 + SLICE, a1);
@@ -322,13 +325,17 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
         constexpr int N = decltype(n)::value;
         float *state = strip + (a - a0) * width, *missing = lost + (a - a0) * width;
         const float* at = room + (a - s0) * C;
-        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N, true>(at, SLICE * C, rows + p, step, tokens, state + p, width, missing + p);
-        if (body % C != 0) {
-          float sums[N * C] = {};
-          const int64_t p = body / C * C;
-          columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, sums, C);
+        int64_t p = 0;
+        for (; p + C <= body; p += C) columns_by_rows<N, 2, true>(at, SLICE * C, rows + p, step, tokens, state + p, width, missing + p);
+        if (p + L <= body) {
+          columns_by_rows<N, 1, true>(at, SLICE * C, rows + p, step, tokens, state + p, width, missing + p);
+          p += L;
+        }
+        if (p < body) {
+          float sums[N * L] = {};
+          columns_by_rows<N, 1>(at, SLICE * C, rows + p, step, tokens, sums, L);
           EACH_ROW
-            for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * C + i]);
+            for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * L + i]);
         }
       });
     for (int64_t a = s0; apart && a < s1; a += L) {  // a vector of features at once, so that their lanes are summed by one transposition
