@@ -106,12 +106,13 @@ def test_points_that_coincide_oppose_or_have_no_direction(name: str) -> None:
     finite(operator, q, k, v, "all forbidden", torch.zeros(2, TOKENS, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("scale", [1e-20, 1e4, 1e10])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    # cubes of 1e10 leave float32
+    [(name, scale) for scale in (1e-20, 1e4, 1e10) for name in OPERATORS if name not in CUBIC or scale <= 1e4],
+)
 def test_small_and_large(name: str, scale: float) -> None:
     operator, (q, k, v) = OPERATORS[name](), draw()
-    if name in CUBIC and scale > 1e4:
-        pytest.skip("cubes of 1e10 leave float32")
     if name in SHORT and scale > 1:
         with pytest.raises(ArgumentError, match="all features Stationary of some vector are 0 in float32"):
             zonal.attention(q * scale, k * scale, v, operator, causal=True)
