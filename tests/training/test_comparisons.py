@@ -21,6 +21,7 @@ from zonal.training import Comparison, ComparisonSpec, TrainConfig
 from zonal.training import events as kinds
 from zonal.training import loop as loop_module
 from zonal.training import plan as plan_module
+from zonal.training import processes as processes_module
 from zonal.training.plan import Timing, decide_steps, estimate, evaluations
 from zonal.training.record import RunResult
 
@@ -238,7 +239,7 @@ def test_spec_refuses(changes, message):
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
-    real = loop_module.forward_backward
+    real = processes_module.forward_backward
 
     def poisoned(model, parts, dtype):
         loss = real(model, parts, dtype)
@@ -246,7 +247,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
 
     spec = a_spec(seeds=(0,), learning_rates=(0.01, 0.02))
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "forward_backward", poisoned)
+        patch.setattr(processes_module, "forward_backward", poisoned)
         seen = []
         result = Comparison(tmp_path, spec).run(on_event=seen.append)
     assert result.status == "failed"
@@ -264,14 +265,14 @@ def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_ends_one_run(tmp_path, monkeypatch):
-    real = loop_module.forward_backward
+    real = processes_module.forward_backward
 
     def hungry(model, parts, dtype):
         if model.config.layers == ("softmax",):
             torch.empty(10**15)
         return real(model, parts, dtype)
 
-    monkeypatch.setattr(loop_module, "forward_backward", hungry)
+    monkeypatch.setattr(processes_module, "forward_backward", hungry)
     result = Comparison(tmp_path, a_spec(seeds=(0,))).run()
     assert [run.status for run in result.runs] == ["failed", "done"]
     assert "out of memory" in result.runs[0].message
@@ -282,7 +283,7 @@ def test_a_defect_is_not_hidden(tmp_path, monkeypatch):
     def broken(model, parts, dtype):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(loop_module, "forward_backward", broken)
+    monkeypatch.setattr(processes_module, "forward_backward", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         Comparison(tmp_path, a_spec(seeds=(0,))).run()
 

@@ -11,9 +11,10 @@ from rich.text import Text
 
 import zonal
 from zonal import ledger, mechanisms
-from zonal.cli import explain_model, parse
+from zonal.cli import explain_model, explain_run, parse
 from zonal.cli.console import ledger_tree, screen, table
 from zonal.cli.explain_model import ModelLook
+from zonal.cli.explain_run import RunLook
 from zonal.cli.options import command_line, device, shown
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
@@ -30,13 +31,18 @@ With --model, describe the heads of a trained model: the shares of the scores th
 the key, and on a dot product of few numbers; the share that does not affect the weights (gauge); and how much the
 weights change without the rest. --out writes a page with pictures.
 
+With --model and --gpus, estimate a step of training that model on many GPUs, which this machine need not have: memory,
+operations, traffic and time, from constants that are printed. --model may then also be the name of a model, or a JSON
+file with the fields of a ModelConfig.
+
 With --tree, print the steps that lead to each mechanism from the full interaction of all tokens.
 
 Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
   zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json
-  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times" --out page.html"""
+  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times" --out page.html
+  zonal explain --model echo-180M --gpus 64 --sequence-parallel 8 --batch-size 64 --tokens 32768 --dtype bfloat16"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Explain:
     tree: bool = False
     """Print the tree of all mechanisms and the assumptions of its steps."""
     look: ModelLook = field(default_factory=ModelLook)
+    run: RunLook = field(default_factory=RunLook)
 
 
 def explained(options: Explain) -> Explanation:
@@ -151,6 +158,39 @@ def tree() -> str:
     return f"{ledger.tree(moves)}\n\n{ledger.legend(moves)}"
 
 
+def _check(options: Explain) -> None:
+    """Raises: ArgumentError for options that belong to another use of the command."""
+    plain = Explain()
+    if options.look.model is None:
+        others = replace(plain, look=options.look, run=options.run)
+        why = "needs --model" if options.run == plain.run else "needs --model and --gpus"
+    elif options.run.gpus is not None:
+        look = replace(options.look, model=None)
+        others = replace(options, look=look, run=plain.run, json=False, dtype=plain.dtype)
+        why = "is not about a step of training; leave it out with --gpus"
+    elif options.run != plain.run:
+        others, why = replace(plain, run=options.run), "needs --gpus"
+    else:
+        others = replace(options, look=plain.look, device=plain.device, json=False)
+        why = "is about how an operator is run; leave it out with --model"
+    if others != plain:
+        raise ArgumentError(f"explain: {command_line('explain', others).removeprefix('zonal explain ')} {why}.")
+
+
+def _found(options: Explain) -> Explanation | explain_model.Found | explain_run.Estimated:
+    if options.look.model is None:
+        return explained(options)
+    if options.run.gpus is None:
+        return explain_model.looked_at(options.look, options.device)
+    return explain_run.estimate(options.look.model, options.run, options.dtype)
+
+
+def _tables(found: Explanation | explain_model.Found | explain_run.Estimated) -> list[RenderableType]:
+    if isinstance(found, Explanation):
+        return tables(found)
+    return explain_model.tables(found) if isinstance(found, explain_model.Found) else explain_run.tables(found)
+
+
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.tree:
@@ -161,15 +201,8 @@ def run(options: Explain, command: str) -> int:
             )
         print(tree())
         return 0
-    looks = options.look.model is not None
-    others = replace(options, look=ModelLook(), device="cpu", json=False) if looks else Explain(look=options.look)
-    if others != Explain():
-        given = command_line("explain", others).removeprefix("zonal explain ")
-        raise ArgumentError(
-            f"explain: {given} "
-            f"{'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}."
-        )
-    found = explained(options) if not looks else explain_model.looked_at(options.look, options.device)
+    _check(options)
+    found = _found(options)
     page = None
     if isinstance(found, explain_model.Found) and options.look.out is not None:
         page = explain_model.write(found, options.look.out, command)
@@ -177,7 +210,7 @@ def run(options: Explain, command: str) -> int:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         return 0
     console = screen()
-    for part in tables(found) if isinstance(found, Explanation) else explain_model.tables(found):
+    for part in _tables(found):
         console.print(part)
     if page is not None:
         console.print(Text(f"Page: {page}"))

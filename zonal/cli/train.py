@@ -1,5 +1,6 @@
 """``zonal train``: one model on one task; the folder can be continued, and generated from."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +9,18 @@ from typing import Annotated
 
 from zonal import tasks
 from zonal.cli import parse, presets
+from zonal.cli.app import MISTAKE
 from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
-from zonal.limits import RATE, SEED
+from zonal.limits import PROCESSES, RATE, SEED
 from zonal.models import ModelConfig, language_model, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
 from zonal.training.loop import run_identity
+from zonal.training.processes import OneProcess
+from zonal.training.sharded import OtherProcessError, Processes, launched, several_processes
 
 _STEPS = 1000
 
@@ -30,7 +34,15 @@ Examples:
   zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
   zonal train --preset echo-table3 --operator 'mamba2(state=16)*2, ska(power=1)*2'
   zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99
-  zonal train --task mqar-demo --model-preset echo-1M-mamba-attention --steps 2000"""
+  zonal train --task mqar-demo --model-preset echo-1M-mamba-attention --steps 2000
+
+Several processes, on one machine or many (docs/scale.md): the same options after `-m zonal train` train the same model,
+on the same batches. Each process takes its rows of a batch, and with --sequence-parallel S its stretch of each
+sequence; parameters, gradients and optimiser are spread over all of them (FSDP2). Checkpoints go to DIR/checkpoints,
+and any number of processes goes on from them. With --device cuda each process takes its own GPU.
+  torchrun --nproc-per-node 4 -m zonal train --task text --operator sko --steps 500
+  torchrun --nproc-per-node 8 -m zonal train --device cuda --dtype bfloat16 --task text --length 65536 \\
+    --operator 'ska(power=1)' --sequence-parallel 4 --recompute"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,10 @@ class Train(RunOptions):
     """Highest learning rate."""
     seed: Annotated[int, SEED] = 0
     """Seed of initial weights and data order."""
+    sequence_parallel: Annotated[int, PROCESSES] = 1
+    """Under torchrun: processes that hold each sequence together. The others take other rows of the batch."""
+    recompute: bool = False
+    """Keep only the input of each block for the backward pass, which computes it again: less memory, more time."""
     out: Annotated[Path | None, shown("DIR", "default: runs/train-TASK-..., found from the settings")] = None
     """Folder for all files."""
 
@@ -104,6 +120,23 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
 
 def run(options: Train, command: str) -> int:
     """Run the command; returns the exit code."""
+    if not launched():
+        if options.sequence_parallel > 1:
+            raise ArgumentError(
+                f"train: --sequence-parallel {options.sequence_parallel} needs as many processes. Start them with "
+                f"`torchrun --nproc-per-node {options.sequence_parallel} -m zonal train …`."
+            )
+        return _train(options, command, OneProcess(recompute=options.recompute))
+    try:
+        with several_processes(
+            sequence=options.sequence_parallel, device=options.device, recompute=options.recompute
+        ) as processes:
+            return _train(options, command, processes)
+    except OtherProcessError:
+        return MISTAKE
+
+
+def _train(options: Train, command: str, processes: Processes) -> int:
     task = options.task.resolve("train")
     config: TrainConfig = options.training.config(
         _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed
@@ -111,18 +144,25 @@ def run(options: Train, command: str) -> int:
     shape = model_of(options, task)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
-    model = language_model(shape, options.seed).to(device(options.device))
+    model = language_model(shape, options.seed)
+    if processes.whole_files:  # otherwise each process takes its part
+        model.to(device(options.device))
     folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
     heading = (
         f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
         f"files in {folder}"
     )
-    with interruptible() as stopped, watching(task.metric, {entry_of(shape.layers): label}, heading) as listener:
+    with contextlib.ExitStack() as held:
+        stopped = held.enter_context(interruptible())
+        listener = None
+        if processes.writes:
+            listener = held.enter_context(watching(task.metric, {entry_of(shape.layers): label}, heading))
         result = train(
-            model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads
-        )
-    return tell(result, task, folder, command)
+            model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads,
+            processes=processes,
+        )  # fmt: skip
+    return tell(result, task, folder, command) if processes.writes else STOPPED if result.status == "stopped" else 0
 
 
 def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int:

@@ -6,6 +6,7 @@ from zonal.training.config import TrainConfig
 from zonal.training.environment import interruptible
 from zonal.training.loop import train
 from zonal.training.record import RunResult
+from zonal.training.sharded import several_processes
 from zonal.training.spec import ComparisonSpec
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "TrainConfig",
     "interruptible",
     "load_model",
+    "several_processes",
     "train",
 ]

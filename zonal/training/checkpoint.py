@@ -9,6 +9,7 @@ previous checkpoint stands until the new one is whole and on the disk.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,19 +81,20 @@ def save_checkpoint(
     device = next(model.parameters()).device
     if device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(device)
-    save_tensors(path, tensors, {**_header(config), "progress": dataclasses.asdict(progress)})
+    save_tensors(path, tensors, {**header_of(config), "progress": dataclasses.asdict(progress)})
 
 
 def save_weights(path: Path, model: nn.Module, config: dict[str, Any], step: int) -> None:
     """Write the weights alone, as ``load_model`` reads them."""
-    save_tensors(path, _weights(model), {**_header(config), "weights_of_step": step})
+    save_tensors(path, _weights(model), {**header_of(config), "weights_of_step": step})
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"model/{name}": value for name, value in model.state_dict().items()}
 
 
-def _header(config: dict[str, Any]) -> dict[str, Any]:
+def header_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run."""
     return {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"])}
 
 
@@ -107,6 +109,23 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         raise FileFormatError(
             f"train: {path} holds weights without the state of a run. A run can only go on from {FILE}."
         )
+    progress = progress_in(path, header, config)
+    with understood("train", path):
+        weights = _section(tensors, "model/")
+        _same_shapes(path, weights, dict(model.state_dict()))
+        _finite(tensors)
+        states = _optimiser_states(path, tensors, model, optimiser)
+        torch.Generator().set_state(tensors["random/cpu"])  # refuses what is no state, before anything is changed
+        model.load_state_dict(weights)
+        optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
+    torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"], next(model.parameters()).device)
+    return progress
+
+
+def progress_in(path: Path, header: Mapping[str, Any], config: dict[str, Any]) -> Progress:
+    """Where the run stood whose checkpoint has this header. Raises: FileFormatError as ``load_checkpoint``."""
     with understood("train", path):
         stored = header["config"]["identity"]
         if not header["fingerprint"] == fingerprint(stored) == fingerprint(config["identity"]):
@@ -125,16 +144,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         progress = Progress(**header["progress"])
         if min(progress.step, progress.tokens, progress.evaluated, progress.metrics_bytes, progress.threads - 1) < 0:
             raise ValueError("a count in its progress is negative")
-        weights = _section(tensors, "model/")
-        _same_shapes(path, weights, dict(model.state_dict()))
-        _finite(tensors)
-        states = _optimiser_states(path, tensors, model, optimiser)
-        torch.Generator().set_state(tensors["random/cpu"])  # refuses what is no state, before anything is changed
-        model.load_state_dict(weights)
-        optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
-    torch.set_rng_state(tensors["random/cpu"])
-    if "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"], next(model.parameters()).device)
     return progress
 
 

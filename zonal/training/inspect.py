@@ -61,6 +61,14 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
         )
 
 
+def has_geometry(model: LanguageModel) -> bool:
+    """Whether a layer attends by a sum of distances."""
+    return any(
+        isinstance(block.attention, Attention) and bool(key_embedding.metric_of(block.attention))
+        for block in model.blocks
+    )
+
+
 def geometry(model: LanguageModel) -> list[dict[str, Any]]:
     """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature
     (``algebra.metric.Product.learned``).

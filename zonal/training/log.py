@@ -110,6 +110,20 @@ class MetricsLog:
         return self._file.tell(), self._digest.hexdigest()
 
 
+class SilentLog:
+    """The log of a process that writes none."""
+
+    def __enter__(self) -> "SilentLog":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def append(self, line: dict[str, Any]) -> None: ...
+
+    def sync(self) -> tuple[int, str]:
+        return 0, ""
+
+
 class _Events:
     """TensorBoard events of the lines ``kept`` and of those that ``add`` brings."""
 

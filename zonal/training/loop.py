@@ -13,6 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,20 +25,21 @@ from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
-from zonal.tasks.task import Examinee, Task
+from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.curriculum import Curriculum
-from zonal.training.diagnose import locate_non_finite
 from zonal.training.environment import PeakMemory, check_threads, deterministic, folder_lock, remove_parts, versions
-from zonal.training.log import MetricsLog, kept
+from zonal.training.log import MetricsLog, SilentLog, kept
 from zonal.training.optimiser import adamw, set_learning_rate
+from zonal.training.processes import SHARDS, OneProcess, Written
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import MEMORY_LENGTHS, RunResult, Status
 from zonal.training.schedule import learning_rate
-from zonal.training.step import Part, autocast, clip_gradient, forward_backward, split
+from zonal.training.sharded import Processes
+from zonal.training.step import autocast
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ def train(
     run: str | None = None,
     label: str | None = None,
     threads: int | None = None,
+    processes: Processes | None = None,
 ) -> RunResult:
     """Train ``model`` on ``task`` and keep everything in ``directory``.
 
@@ -69,6 +72,7 @@ def train(
         run, label: names in the events and in run.json; by default the folder's name and the operator.
         threads: of torch, on the CPU; by default as many as it has now. A run that goes on keeps the number it began
             with.
+        processes: how the run is spread over processes (``several_processes``); None: this one alone.
 
     Returns: what run.json holds. A finished run is returned as it is, without work.
 
@@ -82,14 +86,15 @@ def train(
     """
     folder = Path(directory)
     check_threads("train", threads)
-    if not resume and (folder / checkpoints.FILE).exists():
+    processes = processes or OneProcess()
+    if not resume and processes.begun(folder):
         raise ArgumentError(
             f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder."
         )
-    with folder_lock(folder, wait=30.0 if resume else 0.0):
-        work = _Run(
-            model, task, config, folder, on_event or events.ignore, should_stop or _never, run or folder.name, label
-        )
+    with contextlib.ExitStack() as held:
+        processes.first(lambda: held.enter_context(folder_lock(folder, wait=30.0 if resume else 0.0)))
+        listener = on_event if on_event is not None and processes.writes else events.ignore
+        work = _Run(model, task, config, folder, processes, listener, should_stop or _never, run or folder.name, label)
         return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
@@ -102,13 +107,13 @@ def _never() -> bool:
     return False
 
 
-def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device) -> None:
+def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device, processes: int) -> None:
     """Refuse what cannot fit: gradients, the two moments of AdamW, a batch, and of its activations what every layer
     hands on.
     """
     sequences = config.batch_size // config.accumulate
     numbers = 3 * model.num_parameters() + sequences * task.length * model.config.dim * len(model.config.layers)
-    size = 4 * numbers + 16 * config.batch_size * task.length
+    size = 4 * numbers // processes + 16 * config.batch_size * task.length
     device_memory.require(
         "train",
         f"a batch of {config.batch_size:,} sequences of {task.length:,} tokens and the optimiser",
@@ -127,45 +132,52 @@ class _Run:
         task: Task,
         config: TrainConfig,
         folder: Path,
+        processes: Processes,
         emit: events.Listener,
         should_stop: Callable[[], bool],
         name: str,
         label: str | None,
     ):
         self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.emit, self.should_stop, self.name = emit, should_stop, name
-        self.device = next(model.parameters()).device
+        self.processes, self.emit, self.name = processes, emit, name
+        self.should_stop = lambda: processes.any(should_stop())
         if config.dtype == "float64":
             model.double()
         else:
             model.float()
-        self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
-        _check_room(model, task, config, self.device)
-        self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
         operator = entry_of(model.config.layers)
-        self.identity = {"identity": run_identity(model, task, config), "operator": operator}
         self.record = RunResult(
             operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype
         )
+        self.record.parameters = model.num_parameters()
+        if isinstance(model, CausalLM):
+            self.record.memory_bytes = {str(length): model.memory_bytes(length) for length in MEMORY_LENGTHS}
+        self.learned_before = model.learned()
+        self.device = processes.prepare(model, task, config)
+        self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
+        _check_room(model, task, config, self.device, processes.size)
+        self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
+        self.identity = {"identity": run_identity(model, task, config), "operator": operator}
         self.notes: tuple[str, ...] = ()
         self.last_checkpoint: int | None = None
+        self.saved: int | None = None
 
     # the whole
 
     def execute(self, threads: int) -> RunResult:
-        path = self.folder / checkpoints.FILE
-        remove_parts(self.folder)
-        if path.exists():
-            self.progress = checkpoints.load_checkpoint(path, self.model, self.optimiser, self.identity)
-            random_state = torch.get_rng_state()
-            self.last_checkpoint = self.progress.step
+        self.processes.first(lambda: remove_parts(self.folder))
+        if self.processes.begun(self.folder):
+            restored = self.processes.restore(self.folder, self.model, self.optimiser, self.identity)
+            self.progress, random_state = restored
+            self.last_checkpoint = self.saved = self.progress.step
             self.notes = self._changes(threads)
             threads = self.progress.threads
         else:
             random_state = None
             if self.curriculum is not None:
                 self.curriculum.close()
-            self.progress = Progress(threads=threads, environment=versions(), learned_before=self.model.learned())
+                self.learned_before = self.model.learned()
+            self.progress = Progress(threads=threads, environment=versions(), learned_before=self.learned_before)
             self.progress.steps_to = {
                 f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"
             }
@@ -176,20 +188,22 @@ class _Run:
         with deterministic(self.config.seed, threads, self.device):
             if random_state is not None:
                 torch.set_rng_state(random_state)
-            log = MetricsLog(
-                self.folder,
-                self.progress.metrics_bytes,
-                self.progress.metrics_sha256,
-                elapsed=self.progress.seconds,
-                tensorboard=self.config.tensorboard,
-            )
-            with log:
-                return self._work(log)
+            self.log: MetricsLog | SilentLog = SilentLog()
+            self.processes.first(self._open_log)
+            with self.log:
+                return self._work()
 
-    def _work(self, log: MetricsLog) -> RunResult:
-        self.log = log
-        self._describe_model()
-        self._warm_up()
+    def _open_log(self) -> None:
+        progress = self.progress
+        self.log = MetricsLog(
+            self.folder, progress.metrics_bytes, progress.metrics_sha256, elapsed=progress.seconds,
+            tensorboard=self.config.tensorboard,
+        )  # fmt: skip
+
+    def _work(self) -> RunResult:
+        self._describe_run()
+        batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
+        self.processes.warm_up(self.model, batch, self.config)
         self.memory = PeakMemory(self.device)
         self.record.peak_memory_method = self.memory.method
         self._write("running")
@@ -206,23 +220,11 @@ class _Run:
             self._announce_end()
             raise
         self._checkpoint()
+        self._arrived(self.processes.settle())
         self._inspect()
         self._write(status, "Stopped on request; run the same again to go on." if status == "stopped" else None)
         self._announce_end()
         return self.record
-
-    def _warm_up(self) -> None:
-        """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not
-        count as memory of the run that happens to come first.
-        """
-        batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
-        with (
-            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
-            autocast(self.device, self.config.dtype),
-        ):
-            loss, count = self.model.loss(batch.tokens[:1].to(self.device), batch.targets[:1].to(self.device))
-        (loss / max(1, int(count))).backward()
-        self.model.zero_grad(set_to_none=True)
 
     def _loop(self) -> Status:
         self.checkpoint_clock = time.perf_counter()
@@ -259,15 +261,14 @@ class _Run:
             min_ratio=config.min_lr_ratio,
         )
         batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
-        parts = split(batch, config.accumulate, self.device)
-        loss = forward_backward(self.model, parts, config.dtype)
+        loss = self.processes.gradient(self.model, batch, config)
         if self.curriculum is not None:
             self.curriculum.hold(progress.step)
-        norm = clip_gradient(self.model, config.clip) if math.isfinite(loss) else math.nan
+        norm = self.processes.clip(self.model, config.clip) if math.isfinite(loss) else math.nan
         if not math.isfinite(loss):
-            raise self._non_finite(f"the loss became {loss}", parts, backward=False)
+            raise self._non_finite(f"the loss became {loss}", batch, backward=False)
         if not math.isfinite(norm):
-            raise self._non_finite(f"the gradient norm became {norm} (the loss is {loss:.4g})", parts, backward=True)
+            raise self._non_finite(f"the gradient norm became {norm} (the loss is {loss:.4g})", batch, backward=True)
         set_learning_rate(self.optimiser, rate)
         with contextlib.nullcontext() if self.curriculum is None else self.curriculum.paced(progress.step):
             self.optimiser.step()
@@ -287,12 +288,12 @@ class _Run:
             )  # fmt: skip
         self.emit(events.StepDone(self.name, progress.step, config.steps, loss, rate, norm, progress.tokens, seconds))
 
-    def _non_finite(self, what: str, parts: list[Part], *, backward: bool) -> NonFiniteError:
-        where = locate_non_finite(self.model, parts, self.config.dtype, backward=backward)
+    def _non_finite(self, what: str, batch: Batch, *, backward: bool) -> NonFiniteError:
+        where = self.processes.locate(self.model, batch, self.config, backward=backward)
         return self._non_finite_error(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
 
     def _non_finite_error(self, what: str, where: str) -> NonFiniteError:
-        path = self.folder / checkpoints.FILE
+        path = self.folder / (checkpoints.FILE if self.processes.whole_files else SHARDS)
         good = f"{path} (step {self.last_checkpoint})" if self.last_checkpoint is not None else "none was written yet"
         return NonFiniteError(
             f"train: {what}: {where}. Last good checkpoint: {good}. "
@@ -317,7 +318,7 @@ class _Run:
         if metrics is None:
             return False
         progress.evaluated = progress.step
-        geometry = inspect.geometry(self.model)
+        geometry = inspect.geometry(plain) if (plain := self._plain(inspect.has_geometry(self.model))) else []
         self.log.append(
             {
                 "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds,
@@ -334,11 +335,12 @@ class _Run:
         to stop.
         """
         config, step, size = self.config, self.progress.step, self.config.evaluation_batch_size
+        predictor = self.processes.predictor(self.model)
         total, cells, marks = Accumulator(self.task.bytes_per_token), Cells(), Marks()
         for batch in self._heeding(self.task.evaluation_batches(size)):
             if batch is None:
                 return None
-            accumulate(self.model, batch, total, self.device)
+            accumulate(predictor, batch, total, self.device)
         metrics = total.result()
         if not math.isfinite(metrics["loss"]):
             raise self._non_finite_error(
@@ -349,7 +351,7 @@ class _Run:
         for batch in self._heeding(self.task.transfer_batches(size)):
             if batch is None:
                 return None
-            accumulate(self.model, batch, cells.of(batch), self.device, config.transfer_piece)
+            accumulate(predictor, batch, cells.of(batch), self.device, config.transfer_piece)
         for found in self._heeding(self.task.examine(cast(Examinee, self.model), size)):
             if found is None:
                 return None
@@ -381,8 +383,8 @@ class _Run:
                 "step": progress.step,
                 **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")},
             }
-            if self.config.keep_best:
-                checkpoints.save_weights(self.folder / checkpoints.BEST, self.model, self.identity, progress.step)
+            if (plain := self._plain(self.config.keep_best)) is not None:
+                checkpoints.save_weights(self.folder / checkpoints.BEST, plain, self.identity, progress.step)
         if self.task.metric == "accuracy":
             for threshold, step in progress.steps_to.items():
                 if step is None and value >= float(threshold):
@@ -392,8 +394,7 @@ class _Run:
     def _locate_in_evaluation(self) -> str:
         self.model.eval()
         for batch in self.task.evaluation_batches(self.config.evaluation_batch_size):
-            parts = split(batch, 1, self.device)
-            where = locate_non_finite(self.model, parts, self.config.dtype, backward=False)
+            where = self.processes.locate(self.model, batch, replace(self.config, accumulate=1), backward=False)
             if "run again is finite" not in where:
                 return where
         return "the same batches run again are finite"
@@ -402,35 +403,39 @@ class _Run:
 
     def _checkpoint_due(self) -> bool:
         config, step = self.config, self.progress.step
-        if step == 0 or step == self.last_checkpoint:
+        if step == 0 or step == self.saved:
             return False
         if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
             return True
-        return (
-            config.checkpoint_seconds is not None
-            and time.perf_counter() - self.checkpoint_clock >= config.checkpoint_seconds
-        )
+        if config.checkpoint_seconds is None:
+            return False
+        return self.processes.any(time.perf_counter() - self.checkpoint_clock >= config.checkpoint_seconds)
 
     def _checkpoint(self) -> None:
         started = time.perf_counter()
         progress = self.progress
-        progress.peak_memory_bytes = max(progress.peak_memory_bytes, self._model_bytes() + self.memory.growth())
+        progress.peak_memory_bytes = self._peak_bytes()
         progress.metrics_bytes, progress.metrics_sha256 = self.log.sync()
-        path = self.folder / checkpoints.FILE
-        checkpoints.save_checkpoint(path, self.model, self.optimiser, progress, self.identity)
-        self.last_checkpoint = progress.step
+        written = self.processes.save(self.folder, self.model, self.optimiser, progress, self.identity)
+        self.saved = progress.step
         self.checkpoint_clock = time.perf_counter()
         progress.checkpoint_seconds += self.checkpoint_clock - started
-        self.emit(events.Checkpointed(self.name, progress.step, str(path)))
+        self._arrived(written)
 
-    def _model_bytes(self) -> int:
-        return sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
+    def _arrived(self, written: Iterable[Written]) -> None:
+        for step, path in written:
+            self.last_checkpoint = step
+            self.emit(events.Checkpointed(self.name, step, str(path)))
 
-    def _describe_model(self) -> None:
+    def _peak_bytes(self) -> int:
+        return max(self.progress.peak_memory_bytes, self.processes.bytes(self.model) + self.memory.growth())
+
+    def _plain(self, wanted: bool) -> LanguageModel | None:
+        """The whole model where it is wanted, on the process that writes."""
+        return self.processes.whole(self.model) if wanted else None
+
+    def _describe_run(self) -> None:
         record = self.record
-        record.parameters = self.model.num_parameters()
-        if isinstance(self.model, CausalLM):
-            record.memory_bytes = {str(length): self.model.memory_bytes(length) for length in MEMORY_LENGTHS}
         record.threads, record.device = self.progress.threads, str(self.device)
         record.learned_before = self.progress.learned_before
 
@@ -441,26 +446,32 @@ class _Run:
         record.seconds = progress.seconds
         record.evaluation_seconds, record.checkpoint_seconds = progress.evaluation_seconds, progress.checkpoint_seconds
         record.tokens_per_second = progress.tokens / progress.seconds if progress.seconds else None
-        record.peak_memory_bytes = max(progress.peak_memory_bytes, self._model_bytes() + self.memory.growth())
+        record.peak_memory_bytes = self._peak_bytes()
         record.final, record.best, record.steps_to = progress.final, progress.best, progress.steps_to
-        record.write(self.folder)
+        if self.processes.writes:
+            record.write(self.folder)
 
     def _inspect(self) -> None:
         """What the model learned, into the record; once it is done, what its memories hold, into a file of its own."""
-        self.record.learned = self.model.learned()
+        plain = self._plain(True)
+        if plain is None:
+            return
+        self.record.learned = plain.learned()
+        if not self.processes.whole_files:
+            checkpoints.save_weights(self.folder / checkpoints.FILE, plain, self.identity, self.progress.step)
         if self._finished():
-            inspect.write(self.folder, self.model, self.task)
+            inspect.write(self.folder, plain, self.task)
 
     def _finish_quietly(self) -> RunResult:
         """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it
         was written.
         """
-        kept(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256)
+        self.processes.first(lambda: kept(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256))
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
         if found is not None and found.status == "done":
             self.record = found
         else:
-            self._describe_model()
+            self._describe_run()
             self.memory = PeakMemory(self.device)
             self._inspect()
             self._write("done")
