@@ -165,10 +165,16 @@ def equal(folder: Path) -> str | None:
 
 
 def resumed(folder: Path) -> str | None:
-    """A run that is killed while it writes a checkpoint goes on from the one before, with the same bits. Three
-    processes go on with what two have written, and one with what three have."""
+    """A run goes on with the same bits from a checkpoint that was written while training went on, and from the one
+    before when it is killed while it writes one. Three processes go on with what two have written, and one with what
+    three have."""
     every = {"checkpoint_every": 2, "batch_size": 6}
     killed, whole = Asked(folder / "killed", 2, changes=every), run(Asked(folder / "whole", 2, changes=every))
+    earlier = replace(killed, folder=folder / "earlier")
+    shutil.copytree(folder / "whole", earlier.folder)
+    shutil.rmtree(earlier.folder / "checkpoints/step-0000000006-evaluated")
+    if run(earlier) != whole:
+        return "a checkpoint that was written meanwhile does not hold the tensors of its step"
     run(replace(killed, stop=3))
     shutil.copytree(killed.folder, folder / "moved")
     context = _started(replace(killed, stalls=True))

@@ -72,20 +72,17 @@ def several_processes(
     Raises: ArgumentError where the number of processes or the devices do not fit. OtherProcessError on all
     processes but the first, where that fails with the same words.
     """
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError(
-            f"train: several processes run on --device cpu or cuda, which gives each its own; got {device!r}."
-        )
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if device == "cuda" and local >= count:
-        raise ArgumentError(
-            f"train: each process needs a CUDA device, and this machine offers {count}. Use "
-            f"--nproc-per-node {count}, or --device cpu."
-        )
-    if device == "cuda":
+    on_gpu = device == "cuda" and local < count
+    if on_gpu:
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
+        if not on_gpu and device != "cpu":
+            raise ArgumentError(
+                "train: several processes run on --device cpu, or on --device cuda with a GPU for each; received "
+                f"{device!r}, and this machine offers {count} GPUs."
+            )
         with contextlib.closing(SeveralProcesses(sequence, torch.device(device), recompute)) as processes:
             yield processes
     except ZonalError as error:
@@ -110,9 +107,8 @@ class SeveralProcesses:
             )
         self.data, self.sequence, self._recompute = self.size // sequence, sequence, recompute
         self.device = torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" else device
-        names = ("data", "sequence")
-        self.mesh = init_device_mesh(device.type, (self.data, sequence), mesh_dim_names=names)
-        self._row, self._stretch = (self.mesh[name].get_local_rank() for name in names)
+        self.mesh = init_device_mesh(device.type, (self.data, sequence), mesh_dim_names=("data", "sequence"))
+        self._row = self.mesh["data"].get_local_rank()
         self._everyone = init_device_mesh(device.type, (self.size,))
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
