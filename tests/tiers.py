@@ -60,6 +60,7 @@ SLOW: frozenset[str] = frozenset(
         "distributed/test_runs.py::test_killed_moved_and_mixed",
         "distributed/test_runs.py::test_two_hundred_steps_on_two_and_four_processes",
         "distributed/test_runs.py::test_a_mistake_is_told_once",
+        "cli/test_cli_explain_run.py::test_models_by_name_and_of_runs",
         "cli/test_cli_runs.py::test_mistakes_show_no_traceback_in_a_process",
         "cli/test_cli_runs.py::test_a_reader_that_leaves_is_no_error",
         "cli/test_cli_runs.py::test_ctrl_c_stops_with_130_and_the_same_command_goes_on",
