@@ -79,6 +79,17 @@ def test_learned_masses_move():
         assert gate.projection.weight.grad.abs().max() > 1e-6
 
 
+@torch.no_grad()
+def test_tokens_that_are_not_stored_reach_no_other():
+    model, tokens = make("ridge"), text()
+    stored = torch.arange(11)[None].expand(2, -1) != 4
+    changed = torch.where(stored, tokens, (tokens + 1) % VOCABULARY)
+    y, other = model(tokens, action_mask=stored), model(changed, action_mask=stored)
+    torch.testing.assert_close(y[stored], other[stored], rtol=1e-9, atol=1e-9)
+    assert (y[~stored] - other[~stored]).abs().max() > 1e-3
+    assert (y - model(tokens))[stored].abs().max() > 1e-3
+
+
 def test_weights_follow_the_seed():
     one, same, other = (dict(make(seed=seed).named_parameters()) for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
