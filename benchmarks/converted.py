@@ -27,6 +27,7 @@ STEP = 512  # tokens of a training step
 PREFILL = (1024, 4096, 8192, 32768)
 DECODING = (1024, 8192, 16384, 32768)
 DECODED = 16  # tokens
+PARTS = ("decoding", "prefill", "training")
 LONG = 60.0  # seconds; what takes longer runs once
 
 
@@ -120,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
     parser = common.parser(__doc__ or "", "converted", "budget", budget=20.0, by_machine=True)
     parser.add_argument("--model", type=Path, required=True, help="folder of the converted model")
     parser.add_argument("--original", type=Path, required=True, help="folder or GGUF file of the model that it was")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured (default: all)")
+    parser.add_argument("--longest", type=int, default=max(PREFILL), help="tokens read or kept at most (default: all)")
     options = parser.parse_args(argv)
     run = common.Run(options, only_cpu="a converted model is compared on the CPU")
     models = {
@@ -140,21 +143,27 @@ def main(argv: Sequence[str]) -> int:
         return torch.randint(vocabulary, (1, length), generator=generator)
 
     short = options.quick
+
+    def lengths(part: str, usual: Sequence[int], quick: Sequence[int]) -> list[int]:
+        measured = quick if short else usual
+        return [length for length in measured if part in options.parts and length <= options.longest]
+
     rows = []
-    for length in (64, 128) if short else DECODING:
+    for length in lengths("decoding", DECODING, (64, 128)):
         found = {name: decoding(name, model, length) for name, model in models.items()}
         seconds = {name: each["seconds"] for name, each in found.items()}
         held = {name: each["bytes"] for name, each in found.items()}
         rows.append(_row("decoding", length, seconds, held, dict.fromkeys(models, DECODED)))
-    for length in (64,) if short else PREFILL:
+    for length in lengths("prefill", PREFILL, (64,)):
         given = tokens(length)
         works = {name: reading(model, given) for name, model in models.items()}
         rows.append(timed("prefill", works, length, run.budget))
-    given = tokens(64 if short else STEP)
-    for model in models.values():
-        model.train().requires_grad_(True)
-    works = {name: training_step(model, given) for name, model in models.items()}
-    rows.append(timed("training step", works, given.shape[1], run.budget))
+    if "training" in options.parts:
+        given = tokens(64 if short else STEP)
+        for model in models.values():
+            model.train().requires_grad_(True)
+        works = {name: training_step(model, given) for name, model in models.items()}
+        rows.append(timed("training step", works, given.shape[1], run.budget))
     settings = {"model": options.model.name, "original": options.original.name, "dtype": "float32", "batch": 1}
     run.write(rows, {"parameters": sizes}, settings)
     return 0

@@ -33,3 +33,6 @@ def test_rows_of_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row["to_original"]["original"] == 1
     assert written[0]["bytes"]["converted"] == written[1]["bytes"]["converted"]
     assert 2 * written[0]["bytes"]["original"] == written[1]["bytes"]["original"]
+    written.clear()
+    assert converted.main([*folders, "--quick", "--threads", "1", "--parts", "decoding", "--longest", "64"]) == 0
+    assert [(row["part"], row["tokens"]) for row in written] == [("decoding", 64)]
