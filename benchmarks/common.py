@@ -85,6 +85,8 @@ SHARED: dict[str, dict[str, Any]] = {
 """Options that several benchmarks have."""
 
 
+DIGITS = 7
+"""Significant digits of a record's fractions, as many as float32 has."""
 MACHINE = "{machine}"
 """What a path has in place of ``machine_kind``."""
 
@@ -352,21 +354,14 @@ def circumstances(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _short(value: Any) -> Any:
-    """A value of JSON whose fractions have seven significant digits, as many as float32 has."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, Mapping):
-        return {name: _short(each) for name, each in value.items()}
-    return [_short(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def text_of(value: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A record as indented JSON with its rows at the end, one a line, fractions with seven significant digits. NaN and
-    infinity raise ValueError.
+    """A record as indented JSON with its rows at the end, one a line, their fractions with ``DIGITS`` significant
+    digits. NaN and infinity raise ValueError.
     """
     head = json.dumps(dict(value), indent=1, ensure_ascii=False, allow_nan=False)
-    lines = ",\n".join(f"  {json.dumps(_short(row), ensure_ascii=False, allow_nan=False)}" for row in rows)
+    lines = ",\n".join(
+        f"  {json.dumps(store.shortened(row, DIGITS), ensure_ascii=False, allow_nan=False)}" for row in rows
+    )
     return f'{head.removesuffix(chr(10) + "}")},\n "rows": [\n{lines}\n ]\n}}\n'
 
 

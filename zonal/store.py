@@ -128,6 +128,15 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def shortened(value: Any, digits: int) -> Any:
+    """A value of JSON whose fractions have so many significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {name: shortened(each, digits) for name, each in value.items()}
+    return [shortened(each, digits) for each in value] if isinstance(value, list | tuple) else value
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write ``value`` as indented UTF-8 JSON, atomically. NaN and infinity raise ValueError."""
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())

@@ -13,7 +13,7 @@ from zonal.models import LanguageModel
 from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
 from zonal.report import diagnostics, key_embeddings
-from zonal.store import write_json
+from zonal.store import shortened, write_json
 from zonal.tasks.task import Task
 
 ROWS = 8
@@ -43,7 +43,12 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
     if solved:
         write_json(
             folder / diagnostics.NAME,
-            {"schema": diagnostics.SCHEMA, "sequences": tokens.shape[0], "tokens": tokens.shape[1], "layers": solved},
+            {
+                "schema": diagnostics.SCHEMA,
+                "sequences": tokens.shape[0],
+                "tokens": tokens.shape[1],
+                "layers": shortened(solved, 6),
+            },
         )
     if placed:
         shown = tokens.flatten()[seen.to(tokens.device)].cpu()
@@ -93,16 +98,16 @@ def spaces(layer: Attention, x: Tensor, seen: Tensor) -> list[list[dict[str, Any
     """
     return [
         [
-            {"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])}
+            {
+                "space": part.name,
+                "curvature": part.curvature,
+                "share": part.share,
+                "points": shortened(part.points[seen].tolist(), 4),
+            }
             for part in head
         ]
         for head in key_embedding.of_layer(layer, x)
     ]
-
-
-def _short(points: Tensor) -> list[list[float]]:
-    """With the digits that can be seen."""
-    return [[float(f"{value:.4g}") for value in point] for point in points.tolist()]
 
 
 @torch.no_grad()
