@@ -57,7 +57,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
 SLOW: frozenset[str] = frozenset(
     {
         "distributed/test_sequence.py::test_all_operators_on_ranks_equal_one_process",
-        "distributed/test_runs.py::test_killed_moved_and_mixed",
+        "distributed/test_runs.py::test_killed_moved_refused_mixed_and_counted",
         "distributed/test_runs.py::test_two_hundred_steps_on_two_and_four_processes",
         "distributed/test_runs.py::test_a_mistake_is_told_once",
         "cli/test_cli_explain_run.py::test_models_by_name_and_of_runs",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +51,8 @@ class Asked:
     changes: dict[str, Any] = field(default_factory=dict)
     stalls: bool = False
     """Whether a checkpoint does not get its name: the process makes the file ``stalled``, and waits."""
+    slow: bool = False
+    """Whether each checkpoint is written some time after its tensors were handed over."""
 
 
 def _stopping(after: int | None) -> Callable[[], bool]:
@@ -78,9 +81,19 @@ def work(asked: Asked) -> None:
         train(build(config, seed=0), task, training, asked.folder, processes=processes, **listeners)
 
 
+_write = HuggingFaceStorageWriter.write_data
+
+
+def _slow(writer: Any, plan: Any, planner: Any) -> Any:
+    time.sleep(0.5)
+    return _write(writer, plan, planner)
+
+
 def _rank(rank: int, asked: Asked, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(asked.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if asked.slow:
+        HuggingFaceStorageWriter.write_data = _slow  # type: ignore[method-assign]
     if asked.stalls:
         shards.os = Stalling(asked.folder / "stalled")  # type: ignore[attr-defined]
     told = asked.folder.with_name(f"{asked.folder.name}-{rank}.error")
@@ -148,16 +161,17 @@ def apart(found: list[dict[str, Any]], wanted: list[dict[str, Any]], bound: floa
 def equal(folder: Path) -> str | None:
     """Losses, gradient norms and evaluations are those of one process, with batches split, and with sequences split in
     two parts and activations computed again. A run that stops goes on with the same bits."""
-    one, whole = run(Asked(folder / "one")), run(Asked(folder / "batches", 2))
+    few: dict[str, Any] = {"steps": 4}
+    one, whole = run(Asked(folder / "one", changes=few)), run(Asked(folder / "batches", 2, changes=few))
     if wrong := apart(whole, one):
         return f"batches: {wrong}"
-    if wrong := apart(run(Asked(folder / "sequences", 2, 2, recompute=True, changes={"accumulate": 2})), one):
+    if wrong := apart(run(Asked(folder / "sequences", 2, 2, recompute=True, changes=few | {"accumulate": 2})), one):
         return f"sequences: {wrong}"
-    run(Asked(folder / "stopped", 2, stop=3))
-    files = sorted((folder / "stopped/checkpoints/step-0000000003").iterdir())
+    run(Asked(folder / "stopped", 2, stop=2, changes=few))
+    files = sorted((folder / "stopped/checkpoints/step-0000000002").iterdir())
     if [path.suffix for path in files] != [".json", ".safetensors", ".safetensors"]:
         return f"a checkpoint has the files {files}"
-    if run(Asked(folder / "stopped", 2)) != whole:
+    if run(Asked(folder / "stopped", 2, changes=few)) != whole:
         return "a stopped run goes on with other bits"
     weights = [load_model(folder / name / "checkpoint.safetensors")[0].state_dict() for name in ("one", "stopped")]
     worst = max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
@@ -169,7 +183,10 @@ def resumed(folder: Path) -> str | None:
     before when it is killed while it writes one. Three processes go on with what two have written, and one with what
     three have."""
     every = {"checkpoint_every": 2, "batch_size": 6}
-    killed, whole = Asked(folder / "killed", 2, changes=every), run(Asked(folder / "whole", 2, changes=every))
+    killed, whole = (
+        Asked(folder / "killed", 2, changes=every),
+        run(Asked(folder / "whole", 2, changes=every, slow=True)),
+    )
     earlier = replace(killed, folder=folder / "earlier")
     shutil.copytree(folder / "whole", earlier.folder)
     shutil.rmtree(earlier.folder / "checkpoints/step-0000000006-evaluated")

@@ -31,12 +31,12 @@ def wrong(folder: Path, *names: str) -> dict[str, str]:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    assert wrong(tmp_path, "equal", "refusals") == {}
+    assert wrong(tmp_path, "equal") == {}
 
 
 @pytest.mark.timeout(600)  # for busy machines
-def test_killed_moved_and_mixed(tmp_path: Path) -> None:
-    assert wrong(tmp_path, "resumed", "mixed", "counted") == {}
+def test_killed_moved_refused_mixed_and_counted(tmp_path: Path) -> None:
+    assert wrong(tmp_path, "resumed", "refusals", "mixed", "counted") == {}
 
 
 def train(folder: Path, ranks: int, *words: str, steps: int = 200) -> subprocess.CompletedProcess[str]:
