@@ -18,6 +18,7 @@ FLOORS = {
     "__main__": 13,
     "cli": 12,
     "hf": 11,
+    "ingest": 11,
     "training": 10,
     "distributed": 9,
     "theory": 9,
@@ -44,6 +45,7 @@ FLOORS = {
     "verdict": 1,
     "cache": 1,
     "limits": 1,
+    "workers": 1,
     "errors": 0,
     "torch_func": 0,
 }

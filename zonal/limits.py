@@ -57,12 +57,10 @@ def check(call: str, options: Any) -> None:
         for part in hints[field.name]:
             if isinstance(part, Between) and value is not None and not part.least <= value <= part.most:
                 raise ArgumentError(f"{option} must be {part}, received {value}.")
-        if isinstance(value, Path | str):
-            _check_text(
-                option,
-                str(value),
-                isinstance(value, Path) or any(isinstance(part, FileName) for part in hints[field.name]),
-            )
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, Path | str):
+                is_path = isinstance(text, Path) or any(isinstance(part, FileName) for part in hints[field.name])
+                _check_text(option, str(text), is_path)
 
 
 def _check_text(option: str, text: str, is_path: bool) -> None:

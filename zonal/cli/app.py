@@ -38,6 +38,8 @@ COMMANDS = {
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
     "convert": Command("convert", "Convert", "give layers of a pre-trained model a constant memory"),
+    "ingest": Command("ingest", "Ingest", "read folders of texts into one memory and an index of spans"),
+    "ask": Command("ask", "Ask", "find the span of the texts in a memory that fits a question"),
     "tokenizer": Command("tokenizer", "TokenizerOptions", "learn a tokeniser from a text"),
     "tasks": Command("tasks", "Tasks", "list the tasks, or show what one asks"),
     "report": Command("report", "Report", "write the pages of comparisons and searches again, or pack one to keep"),

@@ -1,0 +1,413 @@
+"""Folders of texts in one memory: the same bits in every order, nothing left of what is subtracted, nothing lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zonal import ingest, store
+from zonal.cli import main
+from zonal.data.corpora import novel
+from zonal.errors import ArgumentError, FileFormatError, ZonalError
+from zonal.ingest import archive, folder, sums, text, update
+from zonal.workers import mapped
+
+TEXTS = {
+    "mill.txt": "The mill stands at the end of the lane. It was built in 1804.",
+    "road.txt": "The road over the hill is closed in winter.",
+    "inns/harker.txt": "\ufeffThe inn has nine rooms.\r\n\r\nThe landlady is Mrs Harker. Die Küche schließt um zehn.",
+    "inns/東京.txt": "宿は東京にあります。部屋は九つです。",
+}
+SMALL = {"heads": 4, "size": 20}
+
+
+def written(root: Path, texts: dict[str, str]) -> Path:
+    for name, content in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode())
+    return root
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return written(tmp_path / "notes", TEXTS)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (folder, archive):
+        monkeypatch.setattr(module, "BATCH", 8)
+
+
+@pytest.fixture
+def chapters(tmp_path: Path) -> Path:
+    """24 documents of 60 words, three batches."""
+    parts = novel()[10_000:30_000].split()
+    return written(tmp_path / "novel", {f"{n:02}.txt": " ".join(parts[60 * n : 60 * n + 60]) for n in range(24)})
+
+
+def same(first: ingest.Archive, second: ingest.Archive) -> bool:
+    """Whether two archives hold the same, to the bit."""
+    one, other = first.documents(), second.documents()
+    return (
+        first.memory.count == second.memory.count
+        and first.memory.state.numpy().tobytes() == second.memory.state.numpy().tobytes()
+        and [(name[1], read.data) for name, read in one.items()]
+        == [(name[1], read.data) for name, read in other.items()]
+        and all(np.array_equal(one[a].keys, other[b].keys) for a, b in zip(one, other, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "document", "words"),
+    [
+        ("When was the mill built?", "mill.txt", "built in 1804"),
+        ("Who is the LANDLADY?", "inns/harker.txt", "Mrs Harker"),
+        ("Wann schließt die KÜCHE?", "inns/harker.txt", "um zehn"),
+        ("東京の宿", "inns/東京.txt", "宿は東京に"),
+    ],
+)
+def test_an_answer_is_a_span_of_a_document(notes, tmp_path, question, document, words):
+    archive = ingest.ingest(notes, tmp_path / "memory", **SMALL).archive
+    (found,) = ingest.ask(archive, question, least=0.3)
+    assert (found.folder, found.document) == (str(notes), document)
+    assert words in found.text
+    assert (notes / document).read_bytes().decode()[found.start : found.end] == found.text
+
+
+def test_what_is_not_there_is_refused(notes, tmp_path):
+    archive = ingest.ingest(notes, tmp_path / "memory", **SMALL).archive
+    assert ingest.ask(archive, "Where did Napoleon die?") == []
+    assert ingest.ask(archive, "Did Napoleon own the mill at Austerlitz?") == []  # one word of three is there
+    (found,) = ingest.ask(archive, "Did Napoleon own the mill at Austerlitz?", least=0.1)
+    assert found.missing == ("napoleon", "own", "austerlitz")
+    assert 0.1 < found.fit < 0.5
+    with pytest.raises(ArgumentError, match="the question must have words"):
+        ingest.ask(archive, "?!")
+    with pytest.raises(ArgumentError, match="least must be above 0"):
+        ingest.ask(archive, "mill", least=0)
+    assert len(ingest.ask(archive, "the hill, the mill", least=0.1, top=5)) == 2
+
+
+def test_sums_are_those_of_the_memory_and_count_its_spans(chapters):
+    reads = [text.read("", file.name, file.read_bytes(), 20, 4 * sums.KEY_DIM) for file in sorted(chapters.iterdir())]
+    memory = sums.of(reads[:16], 4)
+    keys = torch.zeros(memory.count, 4 * sums.KEY_DIM)
+    for row, part in enumerate(np.split(np.concatenate([r.keys for r in reads[:16]]), np.cumsum(
+        np.concatenate([r.sizes for r in reads[:16]]))[:-1])):  # fmt: skip
+        keys[row, part] = 1
+    values = torch.nn.functional.pad(sums.signs(*sums.identities(reads[:16])), (0, 1), value=1.0)
+    absorbed = sums.empty(4).absorb(
+        keys.view(1, -1, 4, sums.KEY_DIM).transpose(1, 2), values.expand(1, 4, *values.shape).contiguous()
+    )
+    assert torch.equal(memory.state, absorbed.state)
+    assert memory.count == absorbed.count == len(values)
+    counted = sums.rows(memory, ["whale", "the"])[:, -1]
+    places = [text.bucket(word, 4 * sums.KEY_DIM) for word in ("whale", "the")]
+    assert counted.tolist() == [float(keys[:, place].sum()) for place in places]
+
+
+def test_codes_are_the_same_everywhere():
+    found = sums.signs(np.array([1, 2**64 - 1], dtype=np.uint64), np.array([0, 7], dtype=np.uint64))
+    assert found.shape == (2, sums.CODE)
+    assert set(found.unique().tolist()) == {-1, 1}
+    packed = np.packbits(found.numpy() > 0, axis=1)[:, :6].tolist()
+    assert packed == [[19, 31, 198, 143, 149, 145], [201, 238, 205, 120, 35, 160]]
+    assert text.bucket("whale", 16384) == 7756
+
+
+def test_every_order_gives_the_same_bits(chapters, tmp_path):
+    whole = ingest.ingest(chapters, tmp_path / "whole", **SMALL).archive
+    reads = list(whole.documents().values())
+    other = ingest.Archive(tmp_path, 4, 20, sums.empty(4))
+    for start in np.random.default_rng(0).permutation(8):
+        other.add(reads[start::8][::-1])
+    other.shards = [*other.shards[4:], *other.shards[:4]]
+    assert same(whole, other)
+    other.remove(read.name for read in reads)
+    assert not other.memory.state.any()
+    assert other.memory.count == 0
+
+
+def test_it_is_what_was_written(chapters, tmp_path):
+    made = ingest.ingest(chapters, tmp_path / "memory", **SMALL)
+    assert same(made.archive, ingest.Archive.open(tmp_path / "memory"))
+    listed = json.loads((tmp_path / "memory" / "archive.json").read_text())
+    documents = [each for shard in listed["shards"] for each in shard["documents"]]
+    assert len(documents) == 24
+    assert sum(each["spans"] for each in documents) == listed["spans"] == made.archive.count
+
+
+def test_changes_leave_what_a_new_archive_has(chapters, tmp_path):
+    out = tmp_path / "memory"
+    ingest.ingest(chapters, out, **SMALL)
+    secret = "the secret name of the captain is Zebulon"
+    (chapters / "07.txt").write_text(secret)
+    (chapters / "20.txt").unlink()
+    (chapters / "new.txt").write_text("a new document about Zanzibar")
+    (chapters / "10.txt").write_bytes(b"\0")
+    made = ingest.ingest(chapters, out, **SMALL)
+    assert made[1:5] == (2, 1, 21, 2)
+    assert [each.path for each in made.skipped] == ["10.txt"]
+    assert same(made.archive, ingest.ingest(chapters, tmp_path / "other", **SMALL).archive)
+    assert ingest.ask(made.archive, "captain Zebulon")[0].text == secret
+    (chapters / "07.txt").unlink()
+    again = ingest.ingest(chapters, out, **SMALL)
+    assert again[1:5] == (0, 0, 22, 1)
+    assert ingest.ask(again.archive, "Zebulon") == []
+    for file in out.iterdir():  # subtracted from the memory, and gone from the disk
+        assert b"Zebulon" not in file.read_bytes()
+    assert ingest.ingest(chapters, out, **SMALL)[1:5] == (0, 0, 22, 0)
+
+
+def test_two_folders_and_two_archives(notes, chapters, tmp_path):
+    ingest.ingest(notes, tmp_path / "both", **SMALL)
+    both = ingest.ingest(chapters, tmp_path / "both", **SMALL).archive
+    ingest.ingest(notes, tmp_path / "a", **SMALL)
+    ingest.ingest(chapters, tmp_path / "b", **SMALL)
+    merged = ingest.merge([tmp_path / "b", tmp_path / "a"], tmp_path / "c").archive
+    assert same(both, merged)
+    assert same(merged, ingest.merge([tmp_path / "c", tmp_path / "a"], tmp_path / "d").archive)
+    (notes / "mill.txt").write_text("The mill burned down.")
+    ingest.ingest(notes, tmp_path / "a", **SMALL)
+    with pytest.raises(ArgumentError, match=r"mill.txt is not the same in .*a and in another"):
+        ingest.merge([tmp_path / "c", tmp_path / "a"], tmp_path / "e")
+    ingest.ingest(notes, tmp_path / "large", heads=8, size=20)
+    with pytest.raises(ArgumentError, match="8 heads and spans of 20 words"):
+        ingest.merge([tmp_path / "c", tmp_path / "large"], tmp_path / "e")
+    with pytest.raises(ArgumentError, match="holds an archive already"):
+        ingest.merge([tmp_path / "c"], tmp_path / "d")
+    # the merged archive follows its folders
+    assert ingest.ingest(notes, tmp_path / "c", **SMALL)[1:5] == (1, 1, 3, 0)
+
+
+def test_what_is_not_read_is_named(notes, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "LARGEST", 1 << 20)
+    outside = written(tmp_path / "outside", {"secret.txt": "the secret is out"})
+    (notes / "link.txt").symlink_to(outside / "secret.txt")
+    (notes / "folder").symlink_to(outside, target_is_directory=True)
+    (notes / "photo.png").write_bytes(b"\x89PNG\0\xff")
+    (notes / "latin.txt").write_bytes("café".encode("latin-1"))
+    (notes / "large.txt").write_bytes(b"x" * ((1 << 20) + 1))
+    os.mkfifo(notes / "pipe")
+    (notes / os.fsdecode(b"\xff.txt")).write_text("named in bytes")
+    written(notes, {".git/config": "hidden", ".hidden": "hidden", "empty.txt": ""})
+    made = ingest.ingest(notes, notes / "memory", **SMALL)
+    assert {each.path: each.reason for each in made.skipped} == {
+        "link.txt": "it is a link, and links are not followed",
+        "folder": "it is a link, and links are not followed",
+        "photo.png": "it is binary",
+        "latin.txt": "it is not UTF-8 (byte 3)",
+        "large.txt": "it has more than 1 MiB",
+        "pipe": "it is no regular file",
+        "\\udcff.txt": "its name is not UTF-8",
+    }
+    assert {name for _, name in made.archive.documents()} == {*TEXTS, "empty.txt"}
+    assert ingest.ask(made.archive, "secret") == []
+    # its own archive, in the folder, is not read the next time
+    assert ingest.ingest(notes, notes / "memory", **SMALL)[1:5] == (0, 0, 5, 0)
+
+
+def test_a_file_that_becomes_a_link_is_not_followed(notes, tmp_path):
+    batch = folder.Batch(str(notes), (("mill.txt", None), ("gone.txt", None)), 20, 1024)
+    (notes / "mill.txt").unlink()
+    (notes / "mill.txt").symlink_to(notes / "road.txt")
+    found = folder.read_batch(batch)
+    assert all(isinstance(each, folder.Skipped) for each in found)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_stopped_anywhere_and_continued(chapters, tmp_path, monkeypatch):
+    """Each write of a sitting is the last once; the next sitting ends with the same."""
+    monkeypatch.setattr(update, "_EVERY", 0.0)
+    monkeypatch.setattr(update, "_SHARE", 1.0)
+    whole = ingest.ingest(chapters, tmp_path / "whole", **SMALL).archive
+    for stop in range(11):
+        out, writes = tmp_path / f"memory-{stop}", iter(range(100))
+
+        def replaced(source, target, *, out=out, writes=writes, stop=stop, real=os.replace):
+            if next(writes) == stop:
+                (out / ".spans-1.safetensors.abc.part").write_bytes(b"half")
+                raise Killed
+            real(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", replaced)
+            with pytest.raises(Killed):
+                ingest.ingest(chapters, out, **SMALL)
+        made = ingest.ingest(chapters, out, **SMALL)
+        assert same(whole, made.archive)
+        # a commit is three writes; of a batch that was committed no document is read again
+        assert made.unchanged == min(stop // 3 * 8, 24)
+        files = {*(shard.file for shard in made.archive.shards), f"memory-{made.archive.number}.safetensors"}
+        assert {file.name for file in out.iterdir()} == {"archive.json", *files}
+
+
+def test_one_process_at_a_time_and_only_archives(notes, tmp_path):
+    with update.folder_lock(tmp_path / "memory"), pytest.raises(ArgumentError, match="in use by another process"):
+        ingest.ingest(notes, tmp_path / "memory")
+    with pytest.raises(ArgumentError, match=r"is not empty and holds no archive \(there is"):
+        ingest.ingest(notes, notes / "inns")
+    with pytest.raises(ArgumentError, match="cannot be both"):
+        ingest.ingest(notes, notes)
+    with pytest.raises(ArgumentError, match="is not a folder"):
+        ingest.ingest(notes / "mill.txt", tmp_path / "memory")
+    with pytest.raises(ArgumentError, match="workers must be a number"):
+        ingest.ingest(notes, tmp_path / "memory", workers="four")
+    ingest.ingest(notes, tmp_path / "memory", **SMALL)
+    with pytest.raises(ArgumentError, match=r"a memory of 4 heads and spans of 20 words; 64 and 80 were asked for"):
+        ingest.ingest(notes, tmp_path / "memory")
+
+
+def test_damaged_archives_are_refused(notes, tmp_path):
+    out = tmp_path / "memory"
+    ingest.ingest(notes, out, heads=1, size=20)
+    generator = np.random.default_rng(0)
+    for file in sorted(out.iterdir()):
+        whole = file.read_bytes()
+        for place in generator.integers(0, len(whole), 12):
+            file.write_bytes(
+                whole[:place] + bytes([whole[place] ^ (1 << int(generator.integers(8)))]) + whole[place + 1 :]
+            )
+            with pytest.raises(FileFormatError, match=file.name):
+                ingest.Archive.open(out)
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(FileFormatError, match=file.name):
+            ingest.Archive.open(out)
+        file.unlink()
+        with pytest.raises(FileFormatError):
+            ingest.Archive.open(out)
+        file.write_bytes(whole)
+    assert len(ingest.Archive.open(out).documents()) == 4
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("memory", "file"), "../memory-2.safetensors", "names files that no archive has"),
+        (("shards", 0, "file"), "/etc/passwd", "names files that no archive has"),
+        (("shards", 0, "documents", 0, "bytes"), 10**9, "is not what was read"),
+        (("shards", 0, "documents", 0, "spans"), 0, "more spans than documents"),
+        (("shards", 0, "documents", 1, "path"), "inns/harker.txt", "not those of its memory"),
+        (("shards",), [], "not those of its memory"),
+        (("heads",), 2, "not of an archive of its size"),
+        (("heads",), -1, "does not fit"),
+        (("skipped",), 3, "does not fit"),
+    ],
+)
+def test_forged_records_are_refused(notes, tmp_path, place, value, message):
+    ingest.ingest(notes, tmp_path / "memory", heads=1, size=20)
+    file = tmp_path / "memory" / "archive.json"
+    record = json.loads(file.read_text())
+    del record["checksum"]
+    *way, last = place
+    inner = record
+    for step in way:
+        inner = inner[step]
+    inner[last] = value
+    store.write_json(file, {**record, "checksum": store.checksum({}, record)})
+    with pytest.raises(FileFormatError, match=message):
+        ingest.Archive.open(tmp_path / "memory")
+
+
+def test_sums_stay_exact(notes, tmp_path, monkeypatch):
+    monkeypatch.setattr(sums, "MOST", 3)
+    with pytest.raises(ArgumentError, match="at most 3 spans exactly"):
+        ingest.ingest(notes, tmp_path / "memory", **SMALL)
+
+
+WORDS = st.text(alphabet=st.sampled_from("ab1 \n.!?\t\r—\ufeff東。é_"), max_size=200)
+
+
+@given(WORDS, st.integers(1, 9))
+def test_spans_hold_all_words_once(content, size):
+    found = list(text.spans(content, size))
+    parts = [text.words(content[start:end]) for start, end in found]
+    assert [word for part in parts for word in part] == text.words(content)
+    assert all(1 <= len(part) <= size for part in parts)
+    assert all(a[1] <= b[0] for a, b in pairwise(found))
+
+
+def test_spans_end_with_sentences():
+    content = "One two three. Four five six seven. Eight nine ten eleven twelve thirteen"
+    assert [content[start:end] for start, end in text.spans(content, 9)] == [
+        "One two three. Four five six seven.",
+        "Eight nine ten eleven twelve thirteen",
+    ]
+
+
+def test_commands(notes, tmp_path, capsys):
+    out = str(tmp_path / "memory")
+    assert main(["ingest", str(notes), "--out", out, "--heads", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "4 documents read (0 of them had changed), 0 unchanged, 0 removed, 0 files skipped." in said
+    assert "holds 4 documents in 4 spans; the memory takes 1.0 MiB." in said
+    assert main(["ask", out, "When was the mill built?"]) == 0
+    said = capsys.readouterr().out
+    assert f"{notes}/mill.txt, characters 0 to 61 (fit 1.00)\n{TEXTS['mill.txt']}\n" == said
+    assert main(["ask", out, "Where is Napoleon?"]) == 1
+    assert capsys.readouterr().out == "not in memory\n"
+    assert main(["ask", out, "winter road", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["document"] == "road.txt"
+    assert main(["ingest", "--merge", out, "--out", str(tmp_path / "other")]) == 0
+    for words, message in (
+        (["ingest"], "a folder and --out were required"),
+        (["ask", out], "a memory and a question were required"),
+        (["ingest", str(notes), "--out", out, "--workers", "many"], "a number from 1 to 1024, or ray"),
+        (["ask", str(notes), "why"], "archive.json does not exist"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def ends_its_process(item: tuple[str, int]) -> int:
+    """Ends the process that it runs in when it is called with this file for the first time."""
+    file, number = item
+    if number == 5 and not Path(file).exists():
+        Path(file).write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def always_ends(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_dead_worker_costs_one_item(tmp_path):
+    items = [(str(tmp_path / "died"), number) for number in range(12)]
+    assert list(mapped(ends_its_process, items, 2)) == [number * number for number in range(12)]
+    assert (tmp_path / "died").exists()
+    with pytest.raises(ZonalError, match="processes died 4 times in a row"):
+        list(mapped(always_ends, [1, 2, 3], 2))
+
+
+def test_two_workers_and_a_kill_give_the_same_bits(chapters, tmp_path):
+    whole = ingest.ingest(chapters, tmp_path / "whole", **SMALL).archive
+    assert same(whole, ingest.ingest(chapters, tmp_path / "two", workers=2, **SMALL).archive)
+    code = (
+        "import sys, time; from zonal.ingest import update; update._EVERY = 0; update._SHARE = 1;"
+        "update.ingest(sys.argv[1], sys.argv[2], heads=4, size=20, on_progress=lambda *_: (print(flush=True), "
+        "time.sleep(0.05)))"
+    )
+    words = [sys.executable, "-c", code, str(chapters), str(tmp_path / "killed")]
+    for wait in (0.0, 0.03, 0.1):
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(wait)
+            process.kill()
+    assert same(whole, ingest.ingest(chapters, tmp_path / "killed", **SMALL).archive)

@@ -1,0 +1,157 @@
+"""One function over many items, in processes of this machine or as tasks of a Ray cluster, which is an extra.
+
+A process that dies (killed for memory, crashed, its machine lost) costs only the item that it was busy with: that item
+is tried again, by a function that goes on where the last attempt stopped if it keeps checkpoints.
+"""
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from zonal.errors import ArgumentError, ZonalError
+
+RAY = "ray"
+RETRIES = 3
+"""How often an item is tried again after its process has died."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def parsed(option: str, workers: str) -> int | str:
+    """A number of workers, or ``RAY``. Raises: ArgumentError for other words."""
+    if workers == RAY:
+        return RAY
+    if not (workers.isascii() and workers.isdigit() and 1 <= int(workers) <= 1024):
+        raise ArgumentError(f"{option}: a number from 1 to 1024, or ray, was required, received {workers!r}.")
+    return int(workers)
+
+
+def require_ray(call: str) -> None:
+    """Raise ArgumentError, naming the extra, where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ArgumentError(f"{call}: Ray is not installed. Install it with pip install 'zonal[ray]', or do without.")
+
+
+def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: int | str) -> Iterator[Result]:
+    """``function`` of each item, in the order of the items.
+
+    workers: processes, 1 for this one; ``RAY`` for tasks of a Ray cluster.
+
+    Raises: ZonalError when processes die again and again.
+    """
+    if workers == RAY:
+        with session(None, 1):
+            for _, found in tasks(function, items, cores=1):
+                yield found
+        return
+    if workers == 1 or len(items) < 2:
+        yield from map(function, items)
+        return
+    assert isinstance(workers, int)
+    done = deaths = 0
+    # a fork of this process, which has threads, may hang; a server without threads imports once and forks
+    context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+    context.set_forkserver_preload([function.__module__])
+    while done < len(items):
+        # a terminal sends Ctrl-C to all; this process decides
+        with ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            running = deque(pool.submit(function, item) for item in items[done : done + 2 * workers])
+            try:
+                while running:
+                    found = running[0].result()
+                    running.popleft()
+                    done, deaths = done + 1, 0
+                    if done + len(running) < len(items):
+                        running.append(pool.submit(function, items[done + len(running)]))
+                    yield found
+            except BrokenProcessPool as error:
+                deaths += 1
+                if deaths > RETRIES:
+                    raise ZonalError(
+                        f"workers: processes died {deaths} times in a row at the same place. Use fewer workers if "
+                        "memory is short; what was finished is kept."
+                    ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def session(workers: int | None, threads: int) -> Iterator[None]:
+    """Ray, for as long as the body runs: the caller's session where there is one, else the cluster that RAY_ADDRESS
+    names, else one of this machine with ``workers`` times ``threads`` cores (None: all).
+    """
+    # nothing is told to anybody; a worker without a share of a GPU still sees what this process sees
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
+    import ray  # pyright: ignore[reportMissingImports]
+
+    own = not ray.is_initialized()
+    if own:
+        there = os.environ.get("RAY_ADDRESS")
+        cores = None if there or workers is None else workers * threads
+        ray.init(address=there, num_cpus=cores, include_dashboard=None if there else False, log_to_driver=False,
+                 logging_level="ERROR")  # fmt: skip
+    try:
+        yield
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def tasks(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    cores: int,
+    at_once: int | None = None,
+    in_order: bool = True,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, Result]]:
+    """(Number of the item, ``function`` of it) for each item, by tasks of the Ray session. Tasks whose process or
+    machine is lost are started again.
+
+    cores: that a task takes. at_once: tasks at most; None: twice as many as there are cores for. in_order: in the order
+    of the items rather than as they are done. should_stop: asked often; True ends all, and running tasks are stopped.
+
+    Raises: ZonalError for an item whose processes died again and again; errors of this library that ``function``
+    raised.
+    """
+    import ray  # pyright: ignore[reportMissingImports]
+
+    remote: Any = ray.remote(num_cpus=cores, max_retries=RETRIES)(function)
+    limit = at_once or max(2, 2 * int(ray.cluster_resources().get("CPU", 1)) // cores)
+    waiting = deque(enumerate(items))
+    running: dict[Any, int] = {}
+    try:
+        while (waiting or running) and not should_stop():
+            while waiting and len(running) < limit:
+                number, item = waiting.popleft()
+                running[remote.remote(item)] = number
+            asked = [next(iter(running))] if in_order else list(running)
+            for done in ray.wait(asked, timeout=0.2)[0]:
+                number = running.pop(done)
+                try:
+                    found = ray.get(done)
+                except ray.exceptions.RayTaskError as error:  # what the function raised
+                    raise (error.cause if isinstance(error.cause, ZonalError) else error) from None
+                except ray.exceptions.RayError as error:
+                    raise ZonalError(
+                        f"workers: a task of Ray was lost {RETRIES + 1} times ({str(error).splitlines()[0]}). What was "
+                        "finished is kept; run the same again to go on."
+                    ) from error
+                yield number, found
+    finally:
+        for left in running:
+            ray.cancel(left, force=True)
+
+
+__all__ = ["RAY", "RETRIES", "mapped", "parsed", "require_ray", "session", "tasks"]
