@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-transformers test-aarch64 test-gpu wheel mutants fuzz sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-transformers test-ray test-aarch64 test-gpu wheel mutants fuzz sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,10 @@ fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: m
 
 sanitize: $(STAMP)  ## the compiled CPU kernels under the address and undefined-behaviour sanitizers of g++
 	@$(BIN)/python tests/kernels/sanitize.py
+
+test-ray: $(STAMP)  ## work on two nodes of a Ray cluster on this machine, one of which is lost; installs Ray first
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[ray]" -c constraints.txt
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/training/test_ray.py
 
 test-aarch64: $(STAMP)  ## the compiled CPU kernels for another kind of processor, under qemu (some minutes of one core)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/emulated.py

@@ -265,7 +265,7 @@ def test_one_process_at_a_time_and_only_archives(notes, tmp_path):
         ingest.ingest(notes, notes)
     with pytest.raises(ArgumentError, match="is not a folder"):
         ingest.ingest(notes / "mill.txt", tmp_path / "memory")
-    with pytest.raises(ArgumentError, match="workers must be a number"):
+    with pytest.raises(ArgumentError, match="workers must be at least 1, or 'ray'"):
         ingest.ingest(notes, tmp_path / "memory", workers="four")
     ingest.ingest(notes, tmp_path / "memory", **SMALL)
     with pytest.raises(ArgumentError, match=r"a memory of 4 heads and spans of 20 words; 64 and 80 were asked for"):

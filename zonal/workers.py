@@ -35,6 +35,14 @@ def parsed(option: str, workers: str) -> int | str:
     return int(workers)
 
 
+def check(call: str, name: str, workers: int | str) -> None:
+    """Raise ArgumentError unless ``workers`` is a number of at least 1, or ``RAY`` where Ray is installed."""
+    if workers == RAY:
+        require_ray(call)
+    elif isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ArgumentError(f"{call}: {name} must be at least 1, or 'ray', received {workers!r}.")
+
+
 def require_ray(call: str) -> None:
     """Raise ArgumentError, naming the extra, where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
@@ -87,7 +95,7 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: i
 @contextlib.contextmanager
 def session(workers: int | None, threads: int) -> Iterator[None]:
     """Ray, for as long as the body runs: the caller's session where there is one, else the cluster that RAY_ADDRESS
-    names, else one of this machine with ``workers`` times ``threads`` cores (None: all).
+    names ("auto": that of this machine), else one of this machine with ``workers`` times ``threads`` cores (None: all).
     """
     # nothing is told to anybody; a worker without a share of a GPU still sees what this process sees
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
@@ -97,14 +105,25 @@ def session(workers: int | None, threads: int) -> Iterator[None]:
     own = not ray.is_initialized()
     if own:
         there = os.environ.get("RAY_ADDRESS")
-        cores = None if there or workers is None else workers * threads
-        ray.init(address=there, num_cpus=cores, include_dashboard=None if there else False, log_to_driver=False,
-                 logging_level="ERROR")  # fmt: skip
+        # what a cluster has of its own is not asked for again
+        wanted = {} if there else {"include_dashboard": False, "num_cpus": workers and workers * threads}
+        ray.init(address=there or "local", log_to_driver=False, logging_level="ERROR", **wanted)
     try:
         yield
     finally:
         if own:
             ray.shutdown()
+
+
+def slots(cores: int) -> int:
+    """How many tasks of so many cores the Ray session runs at a time."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return max(1, int(ray.cluster_resources().get("CPU", 1)) // cores)
+
+
+def _called(function: Callable[[Item], Result], item: Item) -> Result:
+    return function(item)
 
 
 def tasks(
@@ -127,15 +146,15 @@ def tasks(
     """
     import ray  # pyright: ignore[reportMissingImports]
 
-    remote: Any = ray.remote(num_cpus=cores, max_retries=RETRIES)(function)
-    limit = at_once or max(2, 2 * int(ray.cluster_resources().get("CPU", 1)) // cores)
+    remote: Any = ray.remote(num_cpus=cores, max_retries=RETRIES)(_called)
+    limit = at_once or 2 * slots(cores)
     waiting = deque(enumerate(items))
     running: dict[Any, int] = {}
     try:
         while (waiting or running) and not should_stop():
             while waiting and len(running) < limit:
                 number, item = waiting.popleft()
-                running[remote.remote(item)] = number
+                running[remote.remote(function, item)] = number
             asked = [next(iter(running))] if in_order else list(running)
             for done in ray.wait(asked, timeout=0.2)[0]:
                 number = running.pop(done)
@@ -154,4 +173,4 @@ def tasks(
             ray.cancel(left, force=True)
 
 
-__all__ = ["RAY", "RETRIES", "mapped", "parsed", "require_ray", "session", "tasks"]
+__all__ = ["RAY", "RETRIES", "check", "mapped", "parsed", "require_ray", "session", "slots", "tasks"]

@@ -349,16 +349,9 @@ def test_workers_without_ray_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ArgumentError,
-        match=r"2 workers need Ray Tune, which is not installed. Install it with pip install 'zonal\[search\]'",
+        match=r"Ray is not installed. Install it with pip install 'zonal\[ray\]'",
     ):
         Search(tmp_path, a_search()).run(workers=2)
     with pytest.raises(ArgumentError, match="workers must be at least 1"):
         Search(tmp_path, a_search()).run(workers=0)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-@pytest.mark.filterwarnings("default")  # ray's own
-def test_ray_goes_the_same_way(whole, tmp_path):
-    Search(tmp_path, a_search()).run(workers=2, threads=1)
-    assert timeless(tmp_path) == timeless(whole[0])

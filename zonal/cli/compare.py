@@ -20,6 +20,7 @@ from zonal.models import ModelConfig, preset
 from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style
 from zonal.training import Comparison, ComparisonResult, ComparisonSpec
+from zonal.workers import parsed
 
 FAILED = 1
 
@@ -65,6 +66,9 @@ class Compare(RunOptions):
     """Heading of the report."""
     jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in its own process. Compare speeds only within such a comparison."""
+    workers: Annotated[str | None, shown("ray", "default: none")] = None
+    """ray: runs as tasks of a Ray cluster, as many as it has cores for (pip install 'zonal[ray]'). A number: as
+    --jobs."""
 
 
 def defaults(words: Sequence[str]) -> Compare | None:
@@ -154,7 +158,7 @@ def named_model(options: Compare) -> ModelConfig | None:
 
 
 def execute(
-    comparison: Comparison, *, jobs: int = 1, threads: int | None = None, retry_failed: bool = False
+    comparison: Comparison, *, jobs: int | str = 1, threads: int | None = None, retry_failed: bool = False
 ) -> ComparisonResult:
     """Run what is left of a comparison under a progress display."""
     spec = comparison.spec
@@ -176,7 +180,8 @@ def run(options: Compare, command: str) -> int:
     else:
         spec = specification(options, command)
         comparison = Comparison(options.out or folder_of(spec.task.name, spec.identity()), spec)
-    result = execute(comparison, jobs=options.jobs, threads=options.threads, retry_failed=options.retry_failed)
+    jobs = options.jobs if options.workers is None else parsed("compare: --workers", options.workers)
+    result = execute(comparison, jobs=jobs, threads=options.threads, retry_failed=options.retry_failed)
     if comparison.plan is None:
         print("Stopped before anything was trained. Run the same command again.")
         return STOPPED

@@ -15,12 +15,13 @@ from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
-from zonal.limits import PROCESSES, RATE
+from zonal.limits import RATE
 from zonal.report import formats
 from zonal.report import search as report
 from zonal.store import read_json
 from zonal.training.search import KINDS, PALETTE, Regime, Search, SearchResult, SearchSpec
 from zonal.training.search.spec import SearchSettings
+from zonal.workers import parsed
 
 _STEPS = 300
 
@@ -53,8 +54,9 @@ class SearchOptions(RunOptions, SearchSettings):
     """The operators that a placement move may put into a layer."""
     budget: Annotated[str | None, shown("TIME", "default: none")] = None
     """Time of training and evaluation of all runs, such as 10m or 2h. A rung starts only if it should fit."""
-    workers: Annotated[int, PROCESSES] = 1
-    """Regimes trained at a time. More than one needs Ray Tune (pip install 'zonal[search]')."""
+    workers: str = "1"
+    """Regimes trained at a time, or ray for as many as a Ray cluster has cores for. Other than 1 needs Ray (pip install
+    'zonal[ray]')."""
     out: Annotated[Path | None, shown("DIR", "default: runs/search-TASK-..., found from the settings")] = None
     """Folder for all files."""
     resume: Annotated[Path | None, shown("DIR", "optional")] = None
@@ -99,6 +101,7 @@ def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Prese
 
 def run(options: SearchOptions, command: str) -> int:
     """Run the command; returns the exit code."""
+    workers = parsed("search: --workers", options.workers)
     if options.resume is not None:
         search = Search.open(options.resume)
         options = _asked(search)
@@ -111,7 +114,7 @@ def run(options: SearchOptions, command: str) -> int:
         f"files in {search.directory}"
     )
     with watching(spec.task.metric, {}, heading) as listener:
-        result = search.run(on_event=listener, workers=options.workers, threads=options.threads)
+        result = search.run(on_event=listener, workers=workers, threads=options.threads)
     if result.winner is not None:
         write_recipe(search.directory / RECIPE, preset_of(result.winner, options, spec))
     return tell(result, search)

@@ -12,7 +12,7 @@ from zonal.ingest.folder import Batch, Skipped, batches, listed, read_batch
 from zonal.ingest.sums import KEY_DIM
 from zonal.ingest.text import Read
 from zonal.training.environment import folder_lock, remove_parts
-from zonal.workers import RAY, mapped, require_ray
+from zonal.workers import check, mapped
 
 HEADS, SIZE = 64, 80
 _EVERY = 10.0  # seconds between commits, at least
@@ -60,10 +60,7 @@ def ingest(
         raise ArgumentError(f"ingest: {folder} cannot be both the folder and the archive. Choose another --out.")
     if not 1 <= heads <= 65_536 or not 1 <= size <= 65_536:
         raise ArgumentError(f"ingest: heads and size must be from 1 to 65,536, received {heads} and {size}.")
-    if workers == RAY:
-        require_ray("ingest")
-    elif not isinstance(workers, int) or workers < 1:
-        raise ArgumentError(f"ingest: workers must be a number of at least 1, or 'ray', received {workers!r}.")
+    check("ingest", "workers", workers)
     with folder_lock(target, call="ingest"):
         remove_parts(target)
         archive = made(target, heads, size)

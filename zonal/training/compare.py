@@ -6,7 +6,9 @@ order and start with the same values of shared parameters, since a batch is a fu
 value of (seed, name of the parameter).
 """
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from zonal import workers
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import best_learning_rate
 from zonal.models import language_model
@@ -22,7 +25,7 @@ from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.config import TrainConfig
-from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each
+from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each, when_free
 from zonal.training.folder import claimed, sitting
 from zonal.training.loop import train
 from zonal.training.parallel import run_in_processes
@@ -105,7 +108,7 @@ class Comparison:
         *,
         on_event: events.Listener | None = None,
         should_stop: Callable[[], bool] | None = None,
-        jobs: int = 1,
+        jobs: int | str = 1,
         threads: int | None = None,
         retry_failed: bool = False,
     ) -> ComparisonResult:
@@ -115,8 +118,9 @@ class Comparison:
             on_event: called with ``zonal.training.events``, in this process and thread.
             should_stop: asked often; True stops after the current update, with a checkpoint. By default Ctrl-C does
                 that (a second one interrupts at once).
-            jobs: runs at a time, each in a process of its own when more than one. Times are then not comparable with
-                those of one run at a time.
+            jobs: runs at a time, each in a process of its own when more than one; "ray" for tasks of a Ray cluster, as
+                many as it has cores for, whose machines share the folder. A task whose process or machine is lost is
+                started again and goes on from the last checkpoint. Times are comparable for one run at a time only.
             threads: of each run, when the comparison is new; by default torch's number, divided by ``jobs``. It is
                 stored, since sums depend on it.
             retry_failed: run failed runs again, from their last good checkpoint.
@@ -126,11 +130,13 @@ class Comparison:
         Raises: FileWriteError when the disk is full or the folder cannot be written. ArgumentError when an operator
         cannot run in this model, the budget is too small, or another process works in the folder.
         """
-        if jobs < 1:
-            raise ArgumentError(f"Comparison.run: jobs must be at least 1, got {jobs}.")
+        workers.check("Comparison.run", "jobs", jobs)
         check_threads("Comparison.run", threads)
-        started = time.perf_counter()
-        with sitting(self.directory) as interrupted:
+        started, ray = time.perf_counter(), jobs == workers.RAY
+        with sitting(self.directory) as interrupted, workers.session(None, 1) if ray else contextlib.nullcontext():
+            if ray and threads is None:
+                threads = threads_each(1)
+            jobs = workers.slots(self.threads or threads or 1) if ray else int(jobs)
             stop = should_stop or interrupted
             emit = on_event or events.ignore
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
@@ -143,7 +149,9 @@ class Comparison:
                 if stop():
                     break
                 left = self._left(runs, emit, retry_failed)
-                if jobs == 1 or not left:
+                if ray:
+                    self._run_in_tasks(left, emit, stop)
+                elif jobs == 1 or not left:
                     for run in left:
                         if stop():
                             break
@@ -152,6 +160,13 @@ class Comparison:
                     assert self.threads is not None
                     run_in_processes(self.directory, left, jobs=jobs, threads=self.threads, emit=emit, should_stop=stop)
             return self._finish(emit)
+
+    def _run_in_tasks(self, runs: list[PlannedRun], emit: events.Listener, stop: Callable[[], bool]) -> None:
+        """Run ``runs`` by tasks of Ray. Their events are not seen, only their ends."""
+        assert self.threads is not None
+        function = functools.partial(_executed, str(self.directory.resolve()))
+        for number, _ in workers.tasks(function, runs, cores=self.threads, in_order=False, should_stop=stop):
+            emit(self._record(runs[number]).ended(runs[number].name))
 
     def _rounds(self) -> Iterator[list[PlannedRun]]:
         """What can be run at once. With screening, an operator at a time: its rates, then its other seeds."""
@@ -297,6 +312,11 @@ class Comparison:
             )
             for operator in self.spec.operators
         }
+
+
+def _executed(directory: str, run: PlannedRun) -> None:
+    """A run of the comparison in a folder, in a task."""
+    when_free(lambda: Comparison.open(directory).execute(run, events.ignore, lambda: False))
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from zonal.errors import ArgumentError
 from zonal.execution import machine
 
 MOST_THREADS = 1024
+
+Done = TypeVar("Done")
 
 
 def check_threads(call: str, threads: int | None) -> None:
@@ -112,6 +114,21 @@ def folder_lock(folder: Path, *, wait: float = 0.0, call: str = "train") -> Iter
         yield
     finally:
         os.close(handle)
+
+
+def when_free(work: Callable[[], Done], wait: float = 60.0) -> Done:
+    """What ``work`` gives, once no other process holds its folder: one that was given up as lost may still be ending.
+
+    Raises: FolderInUseError after ``wait`` seconds.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return work()
+        except FolderInUseError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.5)
 
 
 def _refuse_links(folder: Path, call: str) -> None:

@@ -14,21 +14,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from zonal import workers as parallel
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.compare import Comparison
-from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each
+from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each, when_free
 from zonal.training.folder import claimed, sitting
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
 from zonal.training.search import findings
-from zonal.training.search import workers as parallel
 from zonal.training.search.graph import effort
 from zonal.training.search.moves import Move, Moves, moves
 from zonal.training.search.regime import Regime
@@ -71,7 +70,7 @@ class Search:
         *,
         on_event: events.Listener | None = None,
         should_stop: Callable[[], bool] | None = None,
-        workers: int = 1,
+        workers: int | str = 1,
         threads: int | None = None,
     ) -> SearchResult:
         """Search, or go on; search.json, findings.json and all runs are in the folder afterwards.
@@ -79,25 +78,26 @@ class Search:
         Args:
             on_event: called with ``zonal.training.events``, in this process and thread.
             should_stop: asked often; True stops with a checkpoint. By default Ctrl-C does that.
-            workers: regimes of a rung at a time, by Ray Tune when more than one. Decisions and numbers are the same
-                whatever their number.
+            workers: regimes of a rung at a time, by tasks of Ray when more than one; "ray" for as many as the cluster
+                has cores for. A task whose process or machine is lost is started again and goes on from the last
+                checkpoint. Decisions and numbers are the same whatever their number.
             threads: of each run, when the search is new; by default torch's number, divided by ``workers``. It is
                 stored.
 
         Raises: ArgumentError for more than one worker without Ray, and as ``Comparison.run``.
         """
-        if workers < 1:
-            raise ArgumentError(f"Search.run: workers must be at least 1, got {workers}.")
+        parallel.check("Search.run", "workers", workers)
         check_threads("Search.run", threads)
-        if workers > 1:
-            parallel.required(workers)
+        number = None if workers == parallel.RAY else int(workers)
+        if workers != 1:
+            parallel.require_ray("Search.run")
         with sitting(self.directory) as interrupted:
             if self.threads is None:
-                self.threads = threads_each(workers) if threads is None else threads
+                self.threads = threads_each(number or 1) if threads is None else threads
                 machine = surroundings(torch.device(self.spec.device), self.threads)
                 write_json(self.directory / FILE, {**self.spec.to_dict(), **machine})
-            with parallel.session(workers, self.threads) if workers > 1 else contextlib.nullcontext():
-                result = _Walk(self, on_event or events.ignore, should_stop, interrupted, workers).result()
+            with parallel.session(number, self.threads) if number != 1 else contextlib.nullcontext():
+                result = _Walk(self, on_event or events.ignore, should_stop, interrupted, number).result()
             findings.write(self.directory, self.spec, result)
             return result
 
@@ -152,7 +152,7 @@ class _Walk:
         emit: events.Listener,
         should_stop: Callable[[], bool] | None,
         interrupted: Callable[[], bool],
-        workers: int,
+        workers: int | None,
     ):
         self.search, self.spec, self.emit, self.workers = search, search.spec, emit, workers
         self.should_stop, self.stop = should_stop, should_stop or interrupted
@@ -261,7 +261,7 @@ class _Walk:
         left = [regime for regime, outcome in found.items() if outcome is None]
         for regime in (regime for regime in regimes if found[regime] is not None):
             self._tell(regime, steps)
-        if self.workers > 1 and left:
+        if self.workers != 1 and left:
             found |= self._together(left, steps)
         else:
             for regime in left:
@@ -281,17 +281,15 @@ class _Walk:
     def _together(self, regimes: Sequence[Regime], steps: int) -> dict[Regime, Outcome | None]:
         """What Ray's workers make of ``regimes``."""
         assert self.search.threads is not None
-        items = {json.dumps(regime.to_dict()): regime for regime in regimes}
-        ended = parallel.each(
-            functools.partial(_trial, str(self.search.directory.resolve()), steps), list(items), workers=self.workers,
-            threads=self.search.threads, folder=self.search.directory / "ray",
-            finished=lambda item: self._tell(items[item], steps),
-        )  # fmt: skip
-        refused = {
-            items[item]: Outcome((), None, values["message"])
-            for item, values in ended.items()
-            if values["status"] == "refused"
-        }
+        function = functools.partial(_trial, str(self.search.directory.resolve()), steps)
+        items, refused = [json.dumps(regime.to_dict()) for regime in regimes], {}
+        for number, (ended, message) in parallel.tasks(
+            function, items, cores=self.search.threads, at_once=self.workers, in_order=False, should_stop=self.stop
+        ):
+            if ended:
+                self._tell(regimes[number], steps)
+            else:
+                refused[regimes[number]] = Outcome((), None, message)
         return {regime: refused.get(regime) or self.search.outcome(regime, steps) for regime in regimes}
 
     def _tell(self, regime: Regime, steps: int) -> None:
@@ -311,14 +309,12 @@ class _Walk:
         return sum(self.spec.steps) + self.spec.rounds * total
 
 
-def _trial(directory: str, steps: int, item: str) -> dict[str, Any]:
-    """One regime on one rung, in a worker."""
-    outcome = Search.open(directory).train(Regime.from_dict(json.loads(item)), steps, events.ignore, None)
-    refused = outcome is not None and not outcome.runs
-    return {
-        "status": "refused" if refused else "done" if outcome else "stopped",
-        "message": outcome.message if outcome else None,
-    }
+def _trial(directory: str, steps: int, item: str) -> tuple[bool, str | None]:
+    """One regime on one rung, in a task: whether it has runs, and why not."""
+    regime = Regime.from_dict(json.loads(item))
+    outcome = when_free(lambda: Search.open(directory).train(regime, steps, events.ignore, lambda: False))
+    assert outcome is not None  # nobody stops it
+    return bool(outcome.runs), outcome.message
 
 
 def acceptance(spec: SearchSpec, amount: float) -> float:
