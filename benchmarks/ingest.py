@@ -75,7 +75,10 @@ def recalled(archive: ingest.Archive, known: Sequence[Fact], unknown: Sequence[F
     """What is found of facts that were read, and of others. exact: by reading every span, without the memory."""
     reads = list(archive.documents().values())
     texts = [read.text(span) for read in reads for span in range(len(read.spans))]
-    sets = [set(words(text)) for text in texts]
+    having: dict[str, set[int]] = {}
+    for place, text in enumerate(texts):
+        for word in words(text):
+            having.setdefault(word, set()).add(place)
     first = among = right = exact = 0
     began = time.perf_counter()
     for fact in known:
@@ -87,8 +90,11 @@ def recalled(archive: ingest.Archive, known: Sequence[Fact], unknown: Sequence[F
         places, weights = asking.proposed(archive, asked, asking.CANDIDATES)
         among += any(fact.text in texts[place] for place in places)
         first += fact.text in texts[places[0]]
-        best = max(range(len(sets)), key=lambda place: sum(weights[word] for word in asked if word in sets[place]))
-        exact += fact.text in texts[best]
+        fits: dict[int, float] = {}
+        for word in asked:
+            for place in having.get(word, ()):
+                fits[place] = fits.get(place, 0.0) + weights[word]
+        exact += fact.text in texts[max(fits, key=lambda place: fits[place])]
     false = sum(bool(ingest.ask(archive, fact.question)) for fact in unknown)
     return {
         "questions": len(known), "first": first / len(known), "among": among / len(known), "right": right / len(known),

@@ -1,5 +1,6 @@
 """Folders of texts in one memory: the same bits in every order, nothing left of what is subtracted, nothing lost."""
 
+import argparse
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import ingest as benchmark
 from zonal import ingest, store
+from zonal.cli import ingest as command
 from zonal.cli import main
 from zonal.data.corpora import novel
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
@@ -349,12 +352,18 @@ def test_spans_end_with_sentences():
     ]
 
 
-def test_commands(notes, tmp_path, capsys):
+def test_commands(notes, tmp_path, capsys, monkeypatch):
     out = str(tmp_path / "memory")
     assert main(["ingest", str(notes), "--out", out, "--heads", "4"]) == 0
     said = capsys.readouterr().out
     assert "4 documents read (0 of them had changed), 0 unchanged, 0 removed, 0 files skipped." in said
     assert "holds 4 documents in 4 spans; the memory takes 1.0 MiB." in said
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "_MANY", 0.5)
+        assert main(["ingest", str(notes), "--out", out, "--heads", "4"]) == 0
+    assert "is small for so many spans and misses answers. A new archive finds more with --heads 16." in (
+        capsys.readouterr().out
+    )
     assert main(["ask", out, "When was the mill built?"]) == 0
     said = capsys.readouterr().out
     assert f"{notes}/mill.txt, characters 0 to 61 (fit 1.00)\n{TEXTS['mill.txt']}\n" == said
@@ -371,6 +380,17 @@ def test_commands(notes, tmp_path, capsys):
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_counts_what_is_found(monkeypatch):
+    monkeypatch.setattr(benchmark, "QUESTIONS", 20)
+    options = argparse.Namespace(documents=100, heads=[16, 1], workers=[1], turns=1)
+    enough, small, speed = benchmark.rows(options)
+    assert (enough["documents"], enough["heads"], enough["memory_mib"].__round__()) == (100, 16, 4)
+    assert enough["first"] == enough["right"] == enough["exact"] == 1
+    assert small["first"] < 0.5
+    assert small["exact"] == 1
+    assert speed["documents_per_second"] > 1
 
 
 def ends_its_process(item: tuple[str, int]) -> int:

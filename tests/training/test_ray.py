@@ -103,7 +103,7 @@ def test_a_comparison_survives_the_loss_of_a_node(nodes, tmp_path):
 
     def watch() -> bool:
         for file in (tmp_path / "ray").glob("runs/*/*/checkpoint.safetensors"):
-            step = store.read_header(file, "checkpoint")["step"]
+            step = store.read_header(file, "checkpoint")["progress"]["step"]
             assert step >= reached.get(file, 0), "a run began again before its checkpoint"
             reached[file] = step
         if not lost and sum(10 <= step < 200 for step in reached.values()) == 2:
@@ -112,7 +112,7 @@ def test_a_comparison_survives_the_loss_of_a_node(nodes, tmp_path):
         return False
 
     found = Comparison(tmp_path / "ray", spec).run(jobs="ray", threads=1, should_stop=watch)
-    assert len(lost) == 2
+    assert len(lost) >= 2  # one of them, or more, on the node
     assert found.status == "done"
     assert [run.final for run in found.runs] == [run.final for run in whole.runs]
     for run in spec.runs():

@@ -24,6 +24,7 @@ Examples:
   zonal ingest notes letters --out memory --workers 4
   zonal ingest --merge memory-a memory-b --out both"""
 
+_MANY = 200  # spans of a head from which on the memory misses answers (docs/ingest.md)
 _NAMED = 20  # files that were skipped are listed by name up to so many
 
 
@@ -81,3 +82,8 @@ def _tell(made: ingest.Update) -> None:
         f"{archive.folder} holds {documents:,} documents in {archive.count:,} spans; the memory takes "
         f"{archive.memory.nbytes / 2**20:,.1f} MiB."
     )
+    if archive.count > _MANY * archive.heads:
+        print(
+            "The memory is small for so many spans and misses answers. A new archive finds more with "
+            f"--heads {2 * archive.count // _MANY}."
+        )
