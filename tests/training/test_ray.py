@@ -91,12 +91,13 @@ def test_a_search_goes_the_same_way(nodes, tmp_path, workers):
     assert timeless(tmp_path / "ray") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.timeout(900)  # a busy machine takes long to notice that a node is lost
 def test_a_comparison_survives_the_loss_of_a_node(nodes, tmp_path):
-    """A node is lost while two runs train; the runs on it go on from their checkpoints, to the same numbers."""
+    """One of two nodes is lost while each trains a run; its run goes on from its checkpoint, to the same numbers."""
     cluster, second = nodes
-    training = TrainConfig(steps=300, batch_size=8, eval_every=100, learning_rate=1e-2, tensorboard=False,
-                           checkpoint_every=10, checkpoint_seconds=None)  # fmt: skip
-    spec = a_spec(training=training)
+    training = TrainConfig(steps=800, batch_size=8, eval_every=400, learning_rate=1e-2, tensorboard=False,
+                           checkpoint_every=20, checkpoint_seconds=None)  # fmt: skip
+    spec = a_spec(training=training, operators=("softmax",))
     whole = Comparison(tmp_path / "whole", spec).run(threads=1)
     reached: dict[Path, int] = {}
     lost: dict[Path, int] = {}
@@ -106,13 +107,13 @@ def test_a_comparison_survives_the_loss_of_a_node(nodes, tmp_path):
             step = store.read_header(file, "checkpoint")["progress"]["step"]
             assert step >= reached.get(file, 0), "a run began again before its checkpoint"
             reached[file] = step
-        if not lost and sum(10 <= step < 200 for step in reached.values()) == 2:
+        if not lost and sum(step < 700 for step in reached.values()) == 2:
             lost.update(reached)
             cluster.remove_node(second, allow_graceful=False)
         return False
 
     found = Comparison(tmp_path / "ray", spec).run(jobs="ray", threads=1, should_stop=watch)
-    assert len(lost) >= 2  # one of them, or more, on the node
+    assert len(lost) == 2
     assert found.status == "done"
     assert [run.final for run in found.runs] == [run.final for run in whole.runs]
     for run in spec.runs():
