@@ -25,7 +25,7 @@ from zonal.ingest.text import words
 
 CALL = "bench ingest"
 WORDS = 150
-QUESTIONS = 500
+QUESTIONS = 200
 
 
 class Fact(NamedTuple):

@@ -83,7 +83,8 @@ def ask(
 def proposed(archive: Archive, asked: list[str], candidates: int) -> tuple[list[int], dict[str, float]]:
     """The numbers of the spans that the memory takes for the best, and the weights of the words.
 
-    A word weighs log(1 + N / (n + 1/2)), for N spans of which n have its bucket.
+    A word weighs log(1 + N / (n + 1/2)), for N spans of which n have its bucket. In the memory its row is divided by n:
+    the n values in it are noise to one another, and this weight makes a span with all words stand out the most.
     """
     read = sums.rows(archive.memory, asked)
     weights = torch.log1p(archive.memory.count / (read[:, -1] + 0.5))
@@ -91,7 +92,8 @@ def proposed(archive: Archive, asked: list[str], candidates: int) -> tuple[list[
     reads = list(archive.documents().values())
     if not archive.memory.count:
         return [], dict.fromkeys(asked, 1.0)
-    estimates = sums.scores(weights @ read[:, : sums.CODE], sums.identities(reads))
+    value = (read[:, : sums.CODE] / read[:, -1:].clamp_min(1)).sum(0)
+    estimates = sums.scores(value, sums.identities(reads))
     return estimates.topk(min(candidates, len(estimates))).indices.tolist(), named
 
 

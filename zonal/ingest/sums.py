@@ -79,7 +79,7 @@ def rows(memory: FeatureSums, words: Sequence[str]) -> Tensor:
 
 
 def scores(values: Tensor, places: tuple[np.ndarray, np.ndarray]) -> Tensor:
-    """How well the codes of spans fit a value (CODE,) that was read: an estimate of the sum of the weights of the words
+    """How well the codes of spans fit a weighted sum of rows (CODE,): an estimate of the sum of the weights of the words
     that question and span share.
     """
     digests, starts = places
