@@ -79,8 +79,8 @@ def rows(memory: FeatureSums, words: Sequence[str]) -> Tensor:
 
 
 def scores(values: Tensor, places: tuple[np.ndarray, np.ndarray]) -> Tensor:
-    """How well the codes of spans fit a weighted sum of rows (CODE,): an estimate of the sum of the weights of the words
-    that question and span share.
+    """How well the codes of spans fit a weighted sum of rows (CODE,): an estimate of the sum of the weights of the
+    words that question and span share.
     """
     digests, starts = places
     return torch.cat(
