@@ -83,7 +83,7 @@ def test_the_page_names_its_constants(model, capsys):
     assert code == 0
     assert out.startswith("Estimate, not measured: ")
     for constant in ("989 TFLOP/s", "40% are", "3,350 GB/s", "450 GB/s", "50 GB/s", "16 GPUs (h100) in 2 machines"):
-        assert constant in out
+        assert constant in " ".join(out.split())  # lines break where the model's path ends
 
 
 def test_models_by_name_and_of_runs(tmp_path, capsys):
