@@ -87,7 +87,7 @@ def recalled(archive: ingest.Archive, known: Sequence[Fact], unknown: Sequence[F
     seconds = (time.perf_counter() - began) / len(known)
     for fact in known:
         asked = [word for word in dict.fromkeys(words(fact.question)) if word not in asking.COMMON]
-        places, weights = asking.proposed(archive, asked, asking.CANDIDATES)
+        places, weights = asking.proposed(archive.memory, reads, asked, asking.CANDIDATES)
         among += any(fact.text in texts[place] for place in places)
         first += fact.text in texts[places[0]]
         fits: dict[int, float] = {}

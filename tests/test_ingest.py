@@ -259,6 +259,14 @@ def test_stopped_anywhere_and_continued(chapters, tmp_path, monkeypatch):
         assert {file.name for file in out.iterdir()} == {"archive.json", *files}
 
 
+def test_an_archive_without_words_answers_nothing(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for _ in range(2):
+        assert ingest.ask(ingest.ingest(folder, tmp_path / "memory").archive, "Where is the key?") == []
+        (folder / "empty.txt").write_text("", encoding="utf-8")
+
+
 def test_one_process_at_a_time_and_only_archives(notes, tmp_path):
     with update.folder_lock(tmp_path / "memory"), pytest.raises(ArgumentError, match="in use by another process"):
         ingest.ingest(notes, tmp_path / "memory")

@@ -1,5 +1,6 @@
 """Questions to an archive: the memory proposes spans, their texts decide."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from zonal.errors import ArgumentError
 from zonal.ingest import sums
 from zonal.ingest.archive import Archive
-from zonal.ingest.text import words
+from zonal.ingest.text import Read, words
+from zonal.memory.sums import FeatureSums
 
 CANDIDATES = 256
 LEAST = 0.5
@@ -63,8 +65,10 @@ def ask(
     if not asked:
         raise ArgumentError(f"ask: the question must have words, received {question!r}.")
     asked = [word for word in asked if word not in COMMON] or asked
-    places, weights = proposed(archive, asked, candidates)
+    if not archive.memory.count:
+        return []
     reads = list(archive.documents().values())
+    places, weights = proposed(archive.memory, reads, asked, candidates)
     ends = np.cumsum([len(read.spans) for read in reads])
     found = []
     for place in places:
@@ -80,21 +84,21 @@ def ask(
     return sorted(found, key=lambda each: (-each.fit, len(each.text)))[:top]
 
 
-def proposed(archive: Archive, asked: list[str], candidates: int) -> tuple[list[int], dict[str, float]]:
-    """The numbers of the spans that the memory takes for the best, and the weights of the words.
+def proposed(
+    memory: FeatureSums, reads: Sequence[Read], asked: list[str], candidates: int
+) -> tuple[list[int], dict[str, float]]:
+    """The numbers of the spans that the memory takes for the best, and the weights of the words. ``reads``: the
+    documents in the memory, at least one span.
 
     A word weighs log(1 + N / (n + 1/2)), for N spans of which n have its bucket. In the memory its row is divided by n:
     the n values in it are noise to one another, and this weight makes a span with all words stand out the most.
     """
-    read = sums.rows(archive.memory, asked)
-    weights = torch.log1p(archive.memory.count / (read[:, -1] + 0.5))
-    named = {word: float(weight) for word, weight in zip(asked, weights, strict=True)}
-    reads = list(archive.documents().values())
-    if not archive.memory.count:
-        return [], dict.fromkeys(asked, 1.0)
-    value = (read[:, : sums.CODE] / read[:, -1:].clamp_min(1)).sum(0)
+    rows = sums.rows(memory, asked)
+    weights = torch.log1p(memory.count / (rows[:, -1] + 0.5))
+    value = (rows[:, : sums.CODE] / rows[:, -1:].clamp_min(1)).sum(0)
     estimates = sums.scores(value, sums.identities(reads))
-    return estimates.topk(min(candidates, len(estimates))).indices.tolist(), named
+    places = estimates.topk(min(candidates, len(estimates))).indices.tolist()
+    return places, dict(zip(asked, weights.tolist(), strict=True))
 
 
 __all__ = ["CANDIDATES", "COMMON", "LEAST", "Answer", "ask", "proposed"]
