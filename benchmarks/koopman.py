@@ -1,8 +1,8 @@
 """Ridge and Koopman read-outs, token-exact, against torch's fused attention: compiled kernels, forward, with backward,
 and decoding.
 
-B = 1, H = 8, values of 64 numbers, causal, float32. The peer of every ratio is
-``torch.nn.functional.scaled_dot_product_attention`` with heads of 64 and as many tokens in the same process: a
+B = 1, H = 8, values of 64 numbers, causal, float32, through a plan (``zonal.plan``) made once. The peer of every ratio
+is ``torch.nn.functional.scaled_dot_product_attention`` with heads of 64 and as many tokens in the same process: a
 replacement, not the same function. Decoding is a loop of steps of a decoder (``Memory.decoder``) that goes on from so
 many tokens; its peer is fused attention of one query over as many keys and values, and for a row with "flat" the same
 steps after 1024 tokens, so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's
@@ -98,6 +98,8 @@ class Work:
         self.operator = mechanisms.ska(power=case.power).requires_grad_(case.gradients)
         tokens = STEPS if case.decodes else case.tokens
         self.q, self.k, self.v = (x.requires_grad_(case.gradients) for x in tensors(case, tokens))
+        shapes = (x.shape for x in (self.q, self.k, self.v))
+        self.attend = zonal.plan(self.operator, *shapes, causal=True, gradients=case.gradients, path="chunked")
         self.memory = self.decoder = self.short = None
         if case.decodes:
             with torch.no_grad():
@@ -110,9 +112,6 @@ class Work:
             torch.randn(1, HEADS, length, VALUES, generator=generator).requires_grad_(case.gradients) for _ in range(3)
         ]
 
-    def attend(self) -> Tensor:
-        return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, path="chunked")
-
     def decode(self, decoder: zonal.Decoder | None) -> Tensor:
         """A loop over the tokens."""
         assert decoder is not None
@@ -122,7 +121,7 @@ class Work:
     def subject(self) -> object:
         if self.case.decodes:
             return self.decode(self.decoder)
-        y = self.attend()
+        y = self.attend(self.q, self.k, self.v)
         return (
             y
             if not self.case.gradients
@@ -151,7 +150,7 @@ def gate(cases: Sequence[Case]) -> dict[str, float]:
             raise common.GateError(f"r={dim}, K={power}: torch would be timed, for {refused}")
         exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
         reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
-        got = work.attend()
+        got = work.attend(work.q, work.k, work.v)
         name = f"r={dim}, K={power}, T=777"
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
         common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)

@@ -1,11 +1,12 @@
 """Sums over features in time linear in the tokens against torch's fused attention: compiled kernel, forward and with
 backward.
 
-B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on
-the same tensors in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2
-is linear. Decoding is a loop of steps of a decoder (``Memory.decoder``) that goes on from 16k tokens; its peer is as
-many calls of fused attention over 16k keys and values. "flat" is the same loop after a million tokens, and its peer
-that loop after a thousand. Memory is what a call takes at its peak beyond its inputs.
+B = 1, H = 8, P = d, causal, float32, through a plan (``zonal.plan``) made once. The peer of every ratio is
+``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process; that of a row with
+"doubled" is the same operator on half of the tokens, so that 2 is linear. Decoding is a loop of steps of a decoder
+(``Memory.decoder``) that goes on from 16k tokens; its peer is as many calls of fused attention over 16k keys and
+values. "flat" is the same loop after a million tokens, and its peer that loop after a thousand. Memory is what a call
+takes at its peak beyond its inputs.
 """
 
 import sys
@@ -90,6 +91,7 @@ class Work:
     decoder: zonal.Decoder | None = None
     short: zonal.Decoder | None = None
     tokens: list[tuple[Tensor, ...]] = field(default_factory=list)
+    plans: dict[int, zonal.Plan] = field(default_factory=dict)
 
     @staticmethod
     def of(case: Case) -> "Work":
@@ -123,8 +125,12 @@ class Work:
         return torch.cat([decoder.step(*token) for token in tokens], 2)
 
     def attend(self, tokens: int | None = None) -> Tensor:
+        """The first tokens (None: all), by a plan that is made at the first call of this length."""
         q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
-        return zonal.attention(q, k, v, self.operator, causal=True, path="chunked")
+        length = q.shape[2]
+        if length not in self.plans:
+            self.plans[length] = zonal.plan(self.operator, q.shape, causal=True, path="chunked")
+        return self.plans[length](q, k, v)
 
     def done(self, y: Tensor, learned: bool) -> object:
         if not self.case.gradients:

@@ -1,5 +1,7 @@
 """``zonal.plan``: a plan runs what it was made for, reads what was learned at each call, and refuses anything else."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -35,6 +37,18 @@ def test_a_plan_runs_what_attention_runs(spec: str, kernels: str, monkeypatch: p
     for scale in (1.0, 0.5):  # the second call goes by what the first one left
         got = plan(q * scale, k, v)
         assert torch.equal(got, zonal.attention(q * scale, k, v, plan.operator, causal=True, path=plan.path))
+
+
+@pytest.mark.parametrize("spec", ["squared_affine", "ska(power=1)"])
+@torch.no_grad()
+def test_a_plan_keeps_no_tokens(spec: str) -> None:
+    plan, tensors = made(spec, path="chunked")
+    plan(*tensors)
+    plan(*tensors)
+    left = [weakref.ref(x) for x in tensors]
+    del tensors
+    gc.collect()
+    assert [x() for x in left] == [None] * 3
 
 
 def test_nothing_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,12 @@ class Arguments:
             raise KeyError(*(name for name in numbers if name not in self.kind.zeros))
         self.sizes.update(sizes)
 
+    def copy(self) -> "Arguments":
+        """The same numbers and tensors, to be given others without a change of these."""
+        made = Arguments(self.kind, self.numbers, self.sizes)
+        made.kept.extend(self.kept)
+        return made
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         sizes, numbers = self.sizes, self.numbers

@@ -6,6 +6,7 @@ gives back in one direction what the ridge has lost in all.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -98,13 +99,14 @@ def _powers(powers: tuple[int, ...]) -> Tensor:
 
 
 def _arguments(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Arguments:
+    """Of a call, without its queries, keys and values."""
     (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
     places, edges = seen.lo.shape[0], seen.edges.shape[0]
     call = Arguments(_RIDGE, {
         "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim,
         "segments": edges - 1, "by_batch": places > 1, "power": max(spec.powers), "limit": spec.limit,
     }, {"places": places, "edges": edges, "groups": heads // kv_heads})  # fmt: skip
-    for name in ("q", "k", "v", "scale", *_MEMORY):
+    for name in ("scale", *_MEMORY):
         call.point(name, getattr(inputs, name))
     call.point("ridge", inputs.rho)
     call.point("passed", inputs.passed)
@@ -124,15 +126,32 @@ def _run(call: Arguments, function: object) -> None:
         )
 
 
-def read(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> tuple[Tensor, Tensor]:
+def _point_at_tokens(call: Arguments, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Let a call point to its queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        call.point(name, x)
+
+
+def prepared(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Callable[[Tensor, Tensor, Tensor], Results]:
+    """``read`` for other q, k and v of these shapes: what does not depend on them is worked out once."""
+    given = _arguments(inputs, seen, spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        call = given.copy()
+        _point_at_tokens(call, q, k, v)
+        y, outcome = call.new("y"), call.new("outcome")
+        _run(call, FAMILY.load().zonal_ridge_forward)
+        return y, outcome == DOUBLE
+
+    return run
+
+
+def read(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Results:
     """(y (B, H, T, P) float32, bool (B, Hkv, documents): which ran in float64, as float32 would lose three digits).
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """
-    call = _arguments(inputs, seen, spec)
-    y, outcome = call.new("y"), call.new("outcome")
-    _run(call, FAMILY.load().zonal_ridge_forward)
-    return y, outcome == DOUBLE
+    return prepared(inputs, seen, spec)(*inputs[:3])
 
 
 def _places_of(inputs: RidgeInputs) -> Places:
@@ -159,6 +178,7 @@ def backward(
     """Gradients of q, k, v, float32, of scale and rho, and of the memory and log_decay where asked for, float64."""
     (dy,), (_, doubled) = grads, results
     call = _arguments(inputs, _places_of(inputs), spec)
+    _point_at_tokens(call, *inputs[:3])
     call.point("outcome", torch.where(doubled, DOUBLE, 0))
     call.point("dy", dy)
     # the kernel sets them to zero where it adds to them: to do so here would bring all of them from far away once more
@@ -196,4 +216,4 @@ ridge = Op(
 )
 """The read-outs as (y, which documents of which key heads ran in float64)."""
 
-__all__ = ["DOUBLE", "FAMILY", "Before", "RidgeInputs", "RidgeSpec", "read", "ridge"]
+__all__ = ["DOUBLE", "FAMILY", "Before", "RidgeInputs", "RidgeSpec", "prepared", "read", "ridge"]

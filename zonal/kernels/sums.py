@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -237,6 +238,7 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
 
 
 def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, shares: int = 0) -> Arguments:
+    """Of a call, without its queries, keys and values."""
     batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
     table = tables(spec.degree, spec.lowest, dim) if spec.left == 0 else product_tables(spec.left, spec.nodes, dim)
     call = Arguments(_SUMS, {
@@ -248,9 +250,7 @@ def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, sha
     }, {
         "places": seen.lo.shape[0], "edges": seen.edges.shape[0], "width": value_dim + (spec.anchor == "row"),
     })  # fmt: skip
-    call.point("q", dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1))
-    call.point("k", dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1))
-    for name in ("v", "scale", "coefficients", "monomials", "initial", "before"):
+    for name in ("scale", "coefficients", "monomials", "initial", "before"):
         call.point(name, getattr(inputs, name))
     for name in (*_FEATURES, "low_left", "low_right"):
         call.point(name, getattr(table, name))
@@ -260,6 +260,13 @@ def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, sha
     call.point("running", None if decay is None else decay.double().cumsum(-1).expand(batch, -1, -1))
     call.point("favour", None if bias is None else bias.double().exp())
     return call
+
+
+def _point_at_tokens(call: Arguments, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Let a call point to its queries, keys and values. One head of queries or keys may stand for all."""
+    call.point("q", dense_last(q, torch.float32).expand(-1, call.shape("q")[1], -1, -1))
+    call.point("k", dense_last(k, torch.float32).expand(-1, call.shape("k")[1], -1, -1))
+    call.point("v", v)
 
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
@@ -291,6 +298,23 @@ def _places_of(inputs: SumsInputs) -> Places:
     return places(inputs.key_mask, inputs.lo, inputs.hi, inputs.segment_start, inputs.v.shape[2])
 
 
+def prepared(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Callable[[Tensor, Tensor, Tensor], Results]:
+    """``summed`` for other q, k and v of these shapes: what does not depend on them is worked out once."""
+    batch, _, kv_heads, _, _, _, value_dim = inputs.sizes
+    given = _arguments(inputs, seen, spec, _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        call = given.copy()
+        _point_at_tokens(call, q, k, v)
+        y, factor = call.new("y"), call.new("factor")
+        final = call.new("final") if spec.keeps else empty(0)
+        apart = call.new("apart", zero=True) if spec.guards else empty(0, dtype=torch.uint8)
+        call.run(FAMILY.load(spec.link).zonal_sums_forward)
+        return y, factor, final, apart
+
+    return run
+
+
 def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
     """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, which rows used no state (B, H, T)).
 
@@ -301,13 +325,7 @@ def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
     sum of its terms is summed through the link, key by key. With ``initial`` that is impossible: a row below 2^-16 of
     it, a tenth or more of which may be rounding, is NaN.
     """
-    batch, _, kv_heads, _, _, _, value_dim = inputs.sizes
-    call = _arguments(inputs, seen, spec, _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim))
-    y, factor = call.new("y"), call.new("factor")
-    final = call.new("final") if spec.keeps else empty(0)
-    apart = call.new("apart", zero=True) if spec.guards else empty(0, dtype=torch.uint8)
-    call.run(FAMILY.load(spec.link).zonal_sums_forward)
-    return y, factor, final, apart
+    return prepared(inputs, seen, spec)(*inputs[:3])
 
 
 def backward(
@@ -329,6 +347,7 @@ def backward(
         shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1)))
     learned = spec.learned if "coefficients" in asked else 0
     call = _arguments(inputs, seen, spec, split, shares)
+    _point_at_tokens(call, *inputs[:3])
     call.set(
         {"learned": learned},
         {"parts": shares or split, "tasks": tasks, "groups": groups, "q_heads": q_heads, "k_heads": k_heads},
@@ -427,6 +446,7 @@ __all__ = [
     "Tables",
     "decay_gradient",
     "places",
+    "prepared",
     "product_tables",
     "state_shape",
     "summed",

@@ -14,7 +14,7 @@ from zonal.execution.paths import tile
 from zonal.execution.paths.sums import Runner, places_of
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
-from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
+from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory
 from zonal.memory.ridge import GramStatistics
@@ -132,11 +132,8 @@ def runner(call: Call) -> Runner | None:
     scale, rho, spec = _numbers(call, anchor, clipped)
     seen, decay = places_of(call.visibility, call.raw.k.shape[2]), call.log_decay
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        inputs = RidgeInputs(q, multiplied(k, clipped), v, scale, rho, log_decay=decay)
-        return None if switched_off() else read(inputs, seen, spec)[0]
-
-    return run
+    run = prepared(RidgeInputs(*call.raw[:3], scale, rho, log_decay=decay), seen, spec)
+    return lambda q, k, v: None if switched_off() else run(q, multiplied(k, clipped), v)[0]
 
 
 __all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "other_ridge", "query_scale", "refusal", "runner"]

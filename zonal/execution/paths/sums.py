@@ -16,7 +16,7 @@ from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
-from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, summed, sums
+from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, prepared, summed, sums
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
@@ -184,9 +184,8 @@ def runner(call: Call) -> Runner | None:
     scale = tile.scale_of(fused, bound.heads, call.device).float().contiguous()
     rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
-    return lambda q, k, v: (
-        None if switched_off() else summed(SumsInputs(q, k, v, scale, rows, monomials), seen, spec)[0]
-    )
+    run = prepared(SumsInputs(*raw[:3], scale, rows, monomials), seen, spec)
+    return lambda q, k, v: None if switched_off() else run(q, k, v)[0]
 
 
 __all__ = ["Runner", "chunked", "cuda_refusal", "places_of", "refusal", "runner"]
