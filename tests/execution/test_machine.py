@@ -351,6 +351,18 @@ def work(seconds: float) -> None:
     Device.now += seconds
 
 
+def test_time_without_the_processor_does_not_count_for_one_thread() -> None:
+    """It sleeps in place of another program that has the core. Several threads would wait for one another."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert machines._fastest(CPU, lambda: (time.sleep(0.02), sum(range(20000))), budget=0.0) < 0.01
+        torch.set_num_threads(2)
+        assert machines._fastest(CPU, lambda: time.sleep(0.02), budget=0.0) >= 0.02
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_cuda_is_timed_by_its_events(device: torch.device) -> None:
     assert machines.seconds(device, lambda: work(0.5), repeat=3) == pytest.approx(1.5)
     assert Device.waits == 1
