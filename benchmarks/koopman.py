@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
-from zonal import mechanisms
+from zonal import mechanisms, prior
 from zonal.execution.call import prepare
 from zonal.execution.paths import ridge, steps
 
@@ -32,7 +32,10 @@ _PIECE = 16384  # tokens absorbed at once into a memory that is to be timed
 
 @dataclass(frozen=True)
 class Case:
-    """One row. bound: the ratio to reach, moonshot: the one to hope for (None: it is only measured)."""
+    """One row. bound: the ratio to reach, moonshot: the one to hope for (None: it is only measured).
+
+    rate: by which the past fades with each token, None: it does not.
+    """
 
     dim: int = 56
     power: int = 0
@@ -41,6 +44,7 @@ class Case:
     peer: str = "sdpa"
     bound: float | None = None
     moonshot: float | None = None
+    rate: float | None = None
 
     @property
     def decodes(self) -> bool:
@@ -52,7 +56,16 @@ class Case:
             "decode": "decode",
             "flat": "decode, flat",
         }[self.peer]
-        return f"r={self.dim}, K={self.power}, T={self.tokens}, {what}"
+        return f"{self.kind}, T={self.tokens}, {what}"
+
+    @property
+    def kind(self) -> str:
+        fading = "" if self.rate is None else f", rate {self.rate}"
+        return f"r={self.dim}, K={self.power}{fading}"
+
+    def operator(self) -> zonal.Operator:
+        whole = mechanisms.ska(power=self.power)
+        return whole if self.rate is None else whole.replace(prior=prior.Decay((self.rate,), learn=False))
 
 
 def table() -> list[Case]:
@@ -68,6 +81,7 @@ def table() -> list[Case]:
         for (*kind, gradients), rows in bounds.items()
         for tokens, *goal in rows
     ]
+    cases += [Case(56, 0, tokens, bound=bound, rate=0.998) for tokens, bound in ((1024, 0.40), (4096, 0.14))]
     cases.append(Case(56, 2, 16384, peer="decode", bound=0.06, moonshot=0.007))
     cases += [Case(56, 2, tokens, peer="flat", bound=1.1) for tokens in (16384, 1 << 20)]
     cases += [Case(56, 2, 4096, True), Case(24, 0, 4096, True), Case(24, 2, 4096)]
@@ -95,7 +109,7 @@ class Work:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.operator = mechanisms.ska(power=case.power).requires_grad_(case.gradients)
+        self.operator = case.operator().requires_grad_(case.gradients)
         tokens = STEPS if case.decodes else case.tokens
         self.q, self.k, self.v = (x.requires_grad_(case.gradients) for x in tensors(case, tokens))
         shapes = (x.shape for x in (self.q, self.k, self.v))
@@ -143,15 +157,15 @@ def gate(cases: Sequence[Case]) -> dict[str, float]:
     tokens.
     """
     errors: dict[str, float] = {}
-    for dim, power in dict.fromkeys((case.dim, case.power) for case in cases):
-        work = Work(Case(dim, power, 777, True))
+    for dim, power, rate in dict.fromkeys((case.dim, case.power, case.rate) for case in cases):
+        work = Work(Case(dim, power, 777, True, rate=rate))
         refused = ridge.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
         if refused is not None:
-            raise common.GateError(f"r={dim}, K={power}: torch would be timed, for {refused}")
+            raise common.GateError(f"{work.case.kind}: torch would be timed, for {refused}")
         exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
         reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
         got = work.attend(work.q, work.k, work.v)
-        name = f"r={dim}, K={power}, T=777"
+        name = f"{work.case.kind}, T=777"
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
         common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)
         with torch.no_grad():
@@ -160,7 +174,7 @@ def gate(cases: Sequence[Case]) -> dict[str, float]:
                 prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge"
             )
             if refused is not None:
-                raise common.GateError(f"r={dim}, K={power}, steps: torch would be timed, for {refused}")
+                raise common.GateError(f"{work.case.kind}, steps: torch would be timed, for {refused}")
             before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])
             work.q, work.k, work.v = (x[:, :, -STEPS:] for x in (q, k, v))
             errors[f"{name}, steps"] = common.gate(

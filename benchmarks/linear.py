@@ -26,6 +26,7 @@ from zonal.execution.paths import steps, sums
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
+    "slay": lambda: mechanisms.slay(dim=64, seed=0),
 }  # fmt: skip
 HEADS = 8
 STEPS = 256
@@ -67,6 +68,7 @@ def table() -> list[Case]:
         for (dim, gradients), rows in bounds.items()
         for tokens, *goal in rows
     ]
+    cases += [Case("slay", 64, tokens, bound=bound) for tokens, bound in ((4096, 0.40), (16384, 0.10))]
     cases += [Case("sq", 32, tokens, peer="half", bound=2.2) for tokens in (32768, 65536, 131072)]
     cases += [Case("sq", dim, 16384, peer="decode", bound=0.04, moonshot=0.01) for dim in (16, 32)] + [
         Case("sq", 64, 16384, peer="decode")
