@@ -9,6 +9,6 @@ from zonal.kernels.build import SETS, InstructionSet
 _AVX2 = next(isa for isa in SETS if isa.name == "avx2")
 _WIDE = (*_AVX2.flags, "-O0", "-DZONAL_LANES=16", "-DZONAL_REGISTERS=32")
 TEST_SETS = {
-    "wide": (InstructionSet("wide", "sixteen lanes", _WIDE, _AVX2.needs, 16),),
-    "pairs": (InstructionSet("pairs", "pairs", (*_WIDE, "-DZONAL_PAIRS=1"), _AVX2.needs, 16, pairs=True), _AVX2),
+    "wide": (InstructionSet("wide", "sixteen lanes", _WIDE, _AVX2.needs),),
+    "pairs": (InstructionSet("pairs", "pairs", (*_WIDE, "-DZONAL_PAIRS=1"), _AVX2.needs, pairs=True), _AVX2),
 }

@@ -31,7 +31,7 @@ class InstructionSet:
     """What a library may use of a processor. Widths that follow from it are in ``simd.hpp``.
 
     name: in file names and in ZONAL_ISA. label: for people. flags: of g++ and clang++. needs: what the processor must
-    report, in the words of Linux. lanes: floats of a vector. pairs: bfloat16 is multiplied in pairs; only the source
+    report, in the words of Linux. pairs: bfloat16 is multiplied in pairs; only the source
     ``tile`` has such products, so that no other is compiled for this set.
     """
 
@@ -39,7 +39,6 @@ class InstructionSet:
     label: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    lanes: int = 4
     pairs: bool = False
 
     def compiles(self, source: str) -> bool:
@@ -51,9 +50,9 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4 = "-march=x86-64-v4"
 SETS = (
-    InstructionSet("avx512_bf16", "AVX-512 BF16", (_V4, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}, 16, pairs=True),
-    InstructionSet("avx512", "AVX-512", (_V4,), _AVX512, 16),
-    InstructionSet("avx2", "AVX2", ("-march=x86-64-v3",), _AVX2, 8),
+    InstructionSet("avx512_bf16", "AVX-512 BF16", (_V4, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}, pairs=True),
+    InstructionSet("avx512", "AVX-512", (_V4,), _AVX512),
+    InstructionSet("avx2", "AVX2", ("-march=x86-64-v3",), _AVX2),
     InstructionSet("portable", "portable"),
 )
 """The instruction sets, the highest first. The last one runs on every processor of its kind."""

@@ -3,8 +3,7 @@
     m = memory(r_0, ..., r_n),   h = chart(m),   increment = update(h),   r_{n+1} = compose(m, increment)
 
 The records r_0, ..., r_n are the results of earlier stages. An update is a layer, or any function of tokens. The four
-parts
-give the usual residual connections:
+parts give the usual residual connections:
 
     pre-norm    Stage(update, chart=norm)
     post-norm   Stage(update, compose=PostNorm(norm))

@@ -3,9 +3,8 @@ asked others.
 
     fact       k v               a key, then its value
     call       a : t > r         an agent, its tool, the result
-    question   ? k               the answer is named at the last token of a question, and follows it when there are more
-    questions
-               ? a : t =
+    question   ? k, ? a : t =    the answer is named at the last token of a question, and follows it when there are
+                                 more questions
 
 A sequence has exactly ``length`` tokens and ends with its questions; what facts and questions leave is noise, words
 that mean nothing. ``pairs`` is the number of things to remember. The kinds:

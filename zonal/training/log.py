@@ -3,8 +3,7 @@
 The file is only ever appended to, with a flush a line: a killed process loses nothing that was logged, and at most
 leaves its last line half written. A checkpoint notes how many bytes the file had; going on from it cuts the file to
 that length, so what follows repeats the lost lines exactly once. The bytes before are never touched. TensorBoard events
-are a
-projection of this file: they are written anew from its lines when a run goes on, so no step appears twice.
+are a projection of this file: they are written anew from its lines when a run goes on, so no step appears twice.
 """
 
 import contextlib

@@ -4,15 +4,11 @@ Weight decay pulls towards zero what a matrix multiplication uses: weights of at
 
 * vectors and scalars (norm gains, biases): zero is not a neutral value for a gain;
 * parameters of an attention operator (degrees, ridge, gates), whatever their shape: they are coordinates of a kernel,
-one
-  row a head, and zero is no simpler kernel;
+  one row a head, and zero is no simpler kernel;
 * embedding tables, tied to the head or not: rows of rare tokens get no gradient and would only shrink, and with
-pre-norm
-  blocks small embeddings blow up the gradients of the first layers;
+  pre-norm blocks small embeddings blow up the gradients of the first layers;
 * gates of a dense skip, a row a record: the last record's are neutral at 1.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -51,8 +47,3 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
     """Give every group the same learning rate."""
     for group in optimiser.param_groups:
         group["lr"] = rate
-
-
-def trainable(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Parameters that are trained, by qualified name, shared ones once."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

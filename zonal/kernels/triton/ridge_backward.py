@@ -1,10 +1,9 @@
 """Gradients of ridge_forward: no factorisation has one of its own.
 
 With x = P_t w of each solve and u = P_t dx of its gradient, dG_t = -u x^T. Each query's x and u follow from what
-forward computed (x through P, u through the transposes of W and A), and are stored. A key then gets -u (x . z) - x (u .
-z) from
-every solve of every query that sees it, plus the terms of values and steps: directly from its own block, and as sums
-from later blocks. Nothing is written twice: there are no atomics.
+forward computed (x through P, u through the transposes of W and A), and are stored. A key then gets
+-u (x . z) - x (u . z) from every solve of every query that sees it, plus the terms of values and steps: directly from
+its own block, and as sums from later blocks. Nothing is written twice: there are no atomics.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
