@@ -142,15 +142,23 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+def check_file(call: str, path: Path) -> None:
+    """Raise FileFormatError for what is there and no file: a folder, or a pipe or device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise FileFormatError(
+            f"{call}: {path} is a folder, a pipe or a device; a file was required. Take another copy."
+        )
+
+
 def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
     """Read a JSON file, on the disk or in an archive; a missing or malformed one is a FileFormatError in one line."""
     target = Path(path) if isinstance(path, str | os.PathLike) else path
+    if isinstance(target, Path):
+        check_file("read_json", target)
     try:
         return json.loads(target.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileFormatError(f"read_json: {target} does not exist.") from error
-    except IsADirectoryError as error:
-        raise FileFormatError(f"read_json: {target} is a folder, a JSON file was required.") from error
     except OSError as error:
         raise FileFormatError(f"read_json: {target} cannot be read ({error.strerror}).") from error
     except (

@@ -5,21 +5,25 @@ import contextlib
 import functools
 import gzip
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+import zipfile
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from fuzz import pretrained
 from hypothesis import strategies as st
 from report.comparison_folder import write_comparison
 
 import zonal
+from zonal import ingest, report, store
 from zonal import mechanisms as m
-from zonal import report, store
 from zonal.data import images, open_corpus, tokenizers, write_corpus
 from zonal.errors import ZonalError
 from zonal.execution import machine
@@ -72,6 +76,13 @@ def read_packed(folder: Path) -> None:
     archive.unpack(folder)
 
 
+def write_archive(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as texts:
+        for name in ("mill.txt", "inn.txt"):
+            (Path(texts) / name).write_text(f"The {name} has nine rooms. It was built in 1804.", encoding="utf-8")
+        ingest.ingest(texts, path, heads=1, size=20)
+
+
 @dataclass(frozen=True)
 class Reader:
     """How a file or folder of a kind is made and read."""
@@ -117,7 +128,10 @@ READERS: dict[str, Reader] = {
     "comparison/": Reader(small_comparison, report.load),
     "run/": Reader(small_comparison, lambda path: [RunResult.read(each.parent) for each in path.rglob("run.json")]),
     "packed/": Reader(write_packed, read_packed),
+    "archive/": Reader(write_archive, lambda path: ingest.ask(ingest.Archive.open(path), "Who built the inn?")),
 }
+PRETRAINED = {name: Reader(*each) for name, each in pretrained.READERS.items()}
+"""Readers that take a tenth of a second."""
 NUMBERS = (None, True, 0, -1, 1.5, 1e308, float("nan"), 2**31, 2**63, 10**30)
 VALUES = (
     *NUMBERS, "", "x", "\0", "../../x", "/etc/passwd", "softmax(scale='x')", "float16", "torch", "é" * 50, [], {},
@@ -152,15 +166,14 @@ class Damage:
     value: int = 0
 
 
+CHANGES = ("cut", "flip", "write", "json", "json", "json", "drop", "tensor", "gone", "link", "pipe", "folder")
+
+
 @st.composite
-def damages(draw: st.DrawFn) -> Damage:
+def damages(draw: st.DrawFn, readers: Collection[str] = READERS) -> Damage:
     return Damage(
-        draw(st.sampled_from(sorted(READERS))),
-        draw(
-            st.sampled_from(
-                ("cut", "flip", "write", "json", "json", "json", "drop", "tensor", "gone", "link", "folder")
-            )
-        ),
+        draw(st.sampled_from(sorted(readers))),
+        draw(st.sampled_from(CHANGES)),
         draw(st.integers(0, 40)),
         draw(st.integers(0, 9_999)),
         draw(st.integers(0, len(VALUES) - 1)),
@@ -178,11 +191,12 @@ def originals() -> tempfile.TemporaryDirectory[str]:
 def original(name: str) -> Path:
     """The file or folder of a reader, undamaged."""
     path = Path(originals().name) / name
-    READERS[name].write(path)
-    READERS[name].read(path)  # it can be read
+    reader = (READERS | PRETRAINED)[name]
+    reader.write(path)
+    reader.read(path)  # it can be read
     if name == "packed/":
         shutil.rmtree(path)
-        READERS[name].write(path)
+        reader.write(path)
     return path
 
 
@@ -195,23 +209,49 @@ def check_damage(each: Damage) -> None:
         if source.is_dir():
             shutil.copytree(source, path)
             files = sorted(found for found in path.rglob("*") if found.is_file())
-            _change(files[each.file % len(files)], each)
+            changed = files[each.file % len(files)]
+            _change(changed, each)
+            if each.reader == "archive/" and each.change in ("json", "drop", "tensor"):
+                _told(path / ingest.archive.FILE, changed)
         else:
             shutil.copy(source, path)
             _change(path, each)
-        with contextlib.suppress(ZonalError):
-            READERS[each.reader].read(path)
+        with contextlib.suppress(ZonalError), unopened(folder):
+            (READERS | PRETRAINED)[each.reader].read(path)
         assert [found.name for found in Path(folder).iterdir()] == ["here"], "something was written outside the folder"
+
+
+@contextlib.contextmanager
+def unopened(folder: str) -> Iterator[None]:
+    """Raise AssertionError if a pipe in a folder is opened, which a reader would wait at forever."""
+    pipes = [found for found in Path(folder).rglob("*") if found.is_fifo()]
+    writers = [threading.Thread(target=lambda pipe=pipe: os.close(os.open(pipe, os.O_WRONLY))) for pipe in pipes]
+    for each in writers:
+        each.start()
+    try:
+        yield
+    finally:
+        waiting = []
+        for pipe, each in zip(pipes, writers, strict=True):
+            each.join(0.005)
+            waiting.append(each.is_alive())
+            os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+            each.join()
+        assert all(waiting), "a pipe was opened"
 
 
 def _change(file: Path, each: Damage) -> None:
     data = file.read_bytes()
-    at, value = each.place * len(data) // 10_000, VALUES[each.value]
+    size = min(len(data), 2000) if file.suffix == ".gguf" else len(data)  # its header, and some weights
+    at, value = each.place * size // 10_000, VALUES[each.value]
     if each.change == "gone":
         file.unlink()
     elif each.change == "link":
         file.unlink()
-        file.symlink_to("/dev/null")
+        file.symlink_to(("/dev/null", "/dev/zero", file.name)[each.value % 3])
+    elif each.change == "pipe":
+        file.unlink()
+        os.mkfifo(file)
     elif each.change == "folder":
         file.unlink()
         file.mkdir()
@@ -219,12 +259,17 @@ def _change(file: Path, each: Damage) -> None:
         file.write_bytes(data[:at])
     elif each.change == "flip":
         file.write_bytes(data[:at] + bytes([data[at] ^ 1 << each.value % 8]) + data[at + 1 :] if data else b"")
-    elif each.change == "write" or file.suffix in (".bin", ".zip", ".html", ".md") or file.name == "images":
+    elif file.suffix == ".zip" and each.change != "write":
+        _repack(file, each, value)
+    elif each.change == "write" or file.suffix in (".bin", ".gguf", ".html", ".jinja", ".md") or file.name == "images":
         file.write_bytes(data[:at] + BYTES[each.value % len(BYTES)] + data[at + each.value :])
     elif data[:1] in b"{[":
         lines = data.splitlines() if file.suffix == ".jsonl" else [data]
         line = each.place % len(lines)
-        lines[line] = json.dumps(_replaced(json.loads(lines[line]), each.place, value, each.change == "drop")).encode()
+        changed = _replaced(json.loads(lines[line]), each.place, value, each.change == "drop")
+        if isinstance(changed, dict) and "checksum" in changed:
+            changed["checksum"] = store.checksum({}, changed)
+        lines[line] = json.dumps(changed).encode()
         file.write_bytes(b"\n".join(lines))
     else:
         _forge(file, each, value)
@@ -233,7 +278,8 @@ def _change(file: Path, each: Damage) -> None:
 def _forge(file: Path, each: Damage, value: Any) -> None:
     """Other values in the header or the tensors of a file, with a checksum that fits."""
     with safetensors.safe_open(file, framework="pt") as opened:
-        header = json.loads(opened.metadata()["zonal"])
+        metadata = opened.metadata()
+    header = json.loads(metadata.get("zonal", "null"))
     tensors = safetensors.torch.load_file(file)
     if each.change == "tensor":
         name = sorted(tensors)[each.place % len(tensors)]
@@ -251,7 +297,49 @@ def _forge(file: Path, each: Damage, value: Any) -> None:
     told = {key: x for key, x in header.items() if key != "checksum"} if isinstance(header, dict) else header
     if isinstance(told, dict):
         told = {**told, "checksum": store.checksum(tensors, told)}
-    safetensors.torch.save_file(tensors, file, metadata={"zonal": json.dumps(told)})
+    if "zonal" in metadata:
+        metadata = {"zonal": json.dumps(told)}
+    safetensors.torch.save_file(tensors, file, metadata=metadata)
+
+
+# names that lead out of a folder, or cannot be made in one; @: the entry's own
+NAMES = (
+    "../x", "/tmp/x", "runs/../../x", "runs/a/../../../x", "runs/a/run.json/run.json", f"runs/{'x' * 300}/run.json",
+    "runs//run.json", "runs/a\\..\\..\\x/run.json", "/runs/a/run.json", "regimes/a/run.json/metrics.jsonl",
+    "runs/a/run.json/", "./runs/a/run.json", "C:/runs/run.json", "runs/\0/run.json", " ", "@", "@/run.json", "@/",
+)  # fmt: skip
+
+
+def _repack(file: Path, each: Damage, value: Any) -> None:
+    """An archive with an entry under another name, with other contents, or without it."""
+    with zipfile.ZipFile(file) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    at = each.place % len(entries)
+    name, data = entries[at]
+    if each.change == "tensor":
+        entries.insert(at + each.file % 2, (NAMES[each.value % len(NAMES)].replace("@", name), data))
+    elif each.change == "drop":
+        del entries[at]
+    else:
+        entries[at] = name, json.dumps(_replaced(json.loads(data.splitlines()[0]), each.place, value, False)).encode()
+    with zipfile.ZipFile(
+        file, "w", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)[each.file % 3]
+    ) as made:
+        for name, data in entries:
+            made.writestr(name, data)
+
+
+def _told(index: Path, file: Path) -> None:
+    """The checksum of a changed file in the index of an archive."""
+    record = json.loads(index.read_text(encoding="utf-8"))
+    if file == index or not isinstance(record, dict):
+        return
+    with safetensors.safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["zonal"])
+    for entry in (record["memory"], *record["shards"]):
+        if entry["file"] == file.name and isinstance(header, dict):
+            entry["checksum"] = header["checksum"]
+    store.write_json(index, {**record, "checksum": store.checksum({}, record)})
 
 
 def _replaced(tree: Any, place: int, value: Any, drop: bool) -> Any:

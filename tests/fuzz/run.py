@@ -8,6 +8,7 @@ the run goes on with the next round. The record is written after each target. Th
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import torch
+import transformers
+from fuzz import damaged
 from fuzz.targets import TARGETS, Target
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.console import Console
@@ -118,7 +121,8 @@ def record(found: dict[str, Any], first: int, share: float) -> dict[str, Any]:
         "targets": found,
         "versions": {
             "zonal": zonal.__version__, "torch": torch.__version__, "hypothesis": hypothesis.__version__,
-            "python": platform.python_version(),
+            "python": platform.python_version(), "transformers": transformers.__version__,
+            "gguf": importlib.metadata.version("gguf") if "model.gguf" in damaged.PRETRAINED else None,
         },
         "processor": machine.machine_for(torch.device("cpu")).name,
     }  # fmt: skip

@@ -22,6 +22,7 @@ TARGETS: dict[str, Target] = {
     "specs": Target(texts.specs, texts.check_spec, 30_000),
     "presets": Target(texts.preset_files, texts.check_preset, 20_000),
     "files": Target(damaged.damages, damaged.check_damage, 30_000),
+    "models": Target(lambda: damaged.damages(damaged.PRETRAINED), damaged.check_damage, 5_000),
     "commands": Target(texts.commands, texts.check_command, 2_000),
 }
 

@@ -66,11 +66,22 @@ KEPT: dict[str, tuple[str, Any]] = {
     "learned numbers that are complex": ("files", Damage("memory", "tensor", place=791, value=12)),
     "coefficients that are none": ("files", Damage("memory of a window", "json", place=25, value=21)),
     "sums of an operator without features": ("files", Damage("memory of a window", "json", place=3562, value=8)),
+    "complex keys in a window": ("files", Damage("memory of a window", "tensor", file=12, place=1186, value=26)),
+    "a pipe of pictures": ("files", Damage("images", "pipe")),
+    "a shard that is a link to itself": ("files", Damage("corpus/", "link", file=1, value=2)),
+    "a line of a log in ten thousand brackets": ("files", Damage("comparison/", "write", file=1, value=10)),
+    "a document of no name": ("models", Damage("context/", "json", file=2, place=9497, value=19)),
+    "a document of more tokens than can be counted": ("models", Damage("context/", "json", place=9, value=8)),
+    "a class of models that is no text": ("models", Damage("converted by name/", "json", value=1)),
+    "a pipe for an index of documents": ("models", Damage("context/", "pipe", file=2)),
+    "a tokeniser that a library refuses by a bare exception": ("models", Damage("own/", "json", file=3, value=1)),
+    "no weights in a folder": ("models", Damage("converted by name/", "gone", file=2)),
     "potentials that are none": ("arguments", Misfit("sinkhorn", (("start", 24),))),
     "masses that are a list": ("arguments", Misfit("sinkhorn", (("key_mass", 13),))),
     "queries on the device meta": ("arguments", Misfit("softmax", (("k", 28), ("q", 28), ("v", 28)))),
 }  # fmt: skip
-SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "files": 25, "commands": 6}
+SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "files": 25, "models": 6,
+         "commands": 6}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)

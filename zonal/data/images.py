@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import FileFormatError
+from zonal.store import check_file
 
 # bytes that a file may hold, and those that one byte of its compressed form can stand for
 _MOST, _RATIO = 2**31, 1032
@@ -75,6 +76,7 @@ def read_idx(path: Path) -> Tensor:
 
     Raises: FileFormatError when it is not there, damaged, or of another format.
     """
+    check_file("images", path)
     try:
         with gzip.open(path) as file:
             head = file.read(4)

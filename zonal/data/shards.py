@@ -216,8 +216,8 @@ def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tupl
         )
     try:
         size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise FileFormatError(f"open_corpus: the shard {path} is missing. {again}") from error
+    except OSError as error:
+        raise FileFormatError(f"open_corpus: the shard {path} is missing ({error.strerror}). {again}") from error
     expected = description["count"] * np.dtype(dtype).itemsize
     if size != expected or not size:
         raise FileFormatError(

@@ -205,10 +205,13 @@ class ContextMemory:
             )
         with store.understood("ContextMemory.load", source / _INDEX):
             entries = [(each["name"], int(each["tokens"]), each["file"]) for each in record["documents"]]
+            names = {name for name, _, _ in entries}
+            if len(names) < len(entries) or not all(isinstance(name, str) for name in names):
+                raise ValueError("each document must have a name of its own, in text")
             plain = all(Path(file).name == file for _, _, file in entries)
         if not plain:
             raise FileFormatError(f"ContextMemory.load: {source / _INDEX} names files outside of its folder.")
-        taken = [name for name, _, _ in entries if name in self._documents]
+        taken = [name for name, *_ in entries if name in self._documents]
         if taken:
             raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
         like = new_cache(self.model)  # says of which shape the memories of the layers are

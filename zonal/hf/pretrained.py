@@ -1,5 +1,7 @@
 """Opens pre-trained causal models and their tokenisers from a folder or a GGUF file."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, ZonalError
 
 
 def opened(call: str, path: Path) -> tuple[Any, Any]:
@@ -27,26 +29,33 @@ def opened(call: str, path: Path) -> tuple[Any, Any]:
         if path.is_dir()
         else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     )
-    try:
+    with readable(call, path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except SafetensorError as error:
-        raise ArgumentError(f"{call}: a file in {path} is damaged or truncated; copy it again. {error}") from error
-    except (OSError, ValueError, ImportError) as error:
-        raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
     model, found = loaded
     check_loaded(call, path, found)
-    try:
+    with readable(call, path, f"the tokeniser in {path}; copy it there with tokenizer.save_pretrained"):
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, ImportError) as error:
-        raise ArgumentError(
-            f"{call}: transformers cannot read the tokeniser in {path}; copy it there with "
-            f"tokenizer.save_pretrained. {error}"
-        ) from error
     if path.suffix == ".gguf":  # its weights are plain float32 numbers now, which can be saved
         model.hf_quantizer.remove_quantization_config(model)
     return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def readable(call: str, path: str | Path, what: str = "") -> Iterator[None]:
+    """Turn what transformers raises for a damaged folder or file, which may be anything, into an ArgumentError. what:
+    is read, if not all of it.
+    """
+    try:
+        yield
+    except ZonalError:
+        raise
+    except SafetensorError as error:
+        raise ArgumentError(f"{call}: a file in {path} is damaged or truncated; copy it again. {error}") from error
+    except Exception as error:
+        detail = str(error) if isinstance(error, OSError | ValueError | ImportError) else repr(error)
+        raise ArgumentError(f"{call}: transformers cannot read {what or path}: {detail}") from error
 
 
 def check_loaded(call: str, path: str | Path, found: dict[str, Any]) -> None:
@@ -81,4 +90,4 @@ def encoded(call: str, model: Any, tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-__all__ = ["check_loaded", "encoded", "opened"]
+__all__ = ["check_loaded", "encoded", "opened", "readable"]

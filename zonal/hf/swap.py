@@ -41,7 +41,7 @@ from zonal.hf.layers import (
     install,
     layers_of,
 )
-from zonal.hf.pretrained import check_loaded
+from zonal.hf.pretrained import check_loaded, readable
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
@@ -128,7 +128,8 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             not those of its config.
     """
     call = "hf.from_pretrained"
-    config: Any = AutoConfig.from_pretrained(folder)
+    with readable(call, folder):
+        config: Any = AutoConfig.from_pretrained(folder)
     converted = issubclass(type(config), _ConfigMixin)
     if not converted and isinstance(getattr(config, NAME, None), dict):
         config.__class__ = converted_config(type(config))  # saved before converted models had a type of their own
@@ -139,16 +140,18 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             f"{call}: a model that was converted and saved is required; the config of {folder} holds no "
             "operators. Load it with transformers, and call hf.convert(model)."
         )
-    name, base = (config.architectures or ["none"])[0], CONFIG_MAPPING[type(config).base]
+    named, base = config.architectures, CONFIG_MAPPING[type(config).base]
+    name = named[0] if isinstance(named, list) and named else "none"
     kinds = [kind for auto in _AUTO for kind in _classes(auto, base) if kind.__name__ == name]
     if not kinds:
         raise ArgumentError(
             f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it "
             "by its own code, and call hf.convert(model)."
         )
-    model, found = converted_model(kinds[0]).from_pretrained(
-        folder, config=config, **{**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    )
+    with readable(call, folder):
+        model, found = converted_model(kinds[0]).from_pretrained(
+            folder, config=config, **{**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        )
     check_loaded(call, folder, found)
     return model
 

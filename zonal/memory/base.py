@@ -18,7 +18,7 @@ from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
-from zonal.memory.form import FLOATS, Form
+from zonal.memory.form import ENDLESS, FLOATS, Form
 from zonal.memory.incoming import check_tokens, prepared
 from zonal.memory.reading import Readable
 from zonal.memory.refusals import served_by, statistics_refusal
@@ -332,8 +332,10 @@ class Memory(Readable):
         """
         dtype = getattr(torch, about["dtype"])
         numbers = [about[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
-        if dtype not in FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        if dtype not in FLOATS or not all(isinstance(n, int) and 0 <= n < ENDLESS for n in numbers):
             raise ValueError("shapes or dtype make no sense")
+        if strange := [name for name, x in tensors.items() if x.is_complex()]:
+            raise ValueError(f"{strange[0]} holds complex numbers")
         form = Form(numbers[0], numbers[1], numbers[2], numbers[3], dtype, device)
         told = about.get("parts", [])
         groups: list[dict[str, Tensor]] = [{} for _ in told]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ENDLESS = 2**62
+"""More tokens than any memory has: kernels count them in 64 bits."""
 
 
 class Form(NamedTuple):
@@ -28,4 +30,4 @@ class Form(NamedTuple):
         )
 
 
-__all__ = ["FLOATS", "Form"]
+__all__ = ["ENDLESS", "FLOATS", "Form"]

@@ -13,6 +13,7 @@ from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
 from zonal.memory.alike import digests_of_draws, same_declaration, unlike_digests
+from zonal.memory.form import ENDLESS
 from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"
@@ -421,7 +422,7 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     asked = {name: ((about["batch"], *value.shape[1:]), value.dtype) for name, value in like.carried.items()}
     if found != asked:
         raise ValueError(f"what the layer carries is {found}, the layer has {asked}")
-    if not isinstance(about["length"], int) or about["length"] < 0:
+    if not isinstance(about["length"], int) or not 0 <= about["length"] < ENDLESS:
         raise ValueError(f"{about['length']!r} is no number of tokens")
     named = {name.removeprefix("memory."): value for name, value in tensors.items()}
     return LayerMemory(Memory.described(about, named, operator, form.device), tail, about["length"], padding, carried)

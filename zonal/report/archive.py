@@ -57,7 +57,7 @@ def _thinned(path: Path) -> bytes:
         lines.pop()  # a killed process may leave its last line half written
     try:
         training = [index for index, line in enumerate(lines) if json.loads(line)["kind"] == "train"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileFormatError(f"pack: {path} has a line that cannot be read ({error!r}). Run it again.") from error
     last = len(training) - 1
     kept = {training[round(place * last / (POINTS - 1))] for place in range(POINTS)} if last >= POINTS else training

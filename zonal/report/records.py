@@ -191,7 +191,7 @@ def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
         try:
             record = json.loads(line)
             kind, step = record["kind"], int(record["step"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             if index == len(lines) - 1:
                 break
             raise FileFormatError(
