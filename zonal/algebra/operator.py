@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from zonal.algebra import ledger
-from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, LocalGlobal, Ridge, Row, TopK
+from zonal.algebra.anchor import Anchor, Koopman, LocalGlobal, Ridge, Row
 from zonal.algebra.bound import Bound, Far
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Link
-from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
-from zonal.algebra.score import Cosine, Dot, NegativeDistance, Params, Score
+from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
+from zonal.algebra.refusals import refusal
+from zonal.algebra.score import Dot, Params, Score
 from zonal.errors import ArgumentError
 from zonal.tracing import traced
 
@@ -25,14 +26,6 @@ LayerInit = Literal["default", "zero_output", "orthogonal"]
 
 
 _SLOTS = frozenset(("score", "link", "anchor", "prior"))
-
-LEAK = (
-    "leaks the future: what a key may still receive depends on later queries, and so does what earlier queries "
-    "get (with equal masses the first query can only fill the first key, the second query the second key, and so "
-    "on: the plan is the identity). "
-    "Leave it out, or use anchor.Row()"
-)
-"""The end of messages on causal masks with anchors that couple all queries."""
 
 
 class Tags(NamedTuple):
@@ -189,102 +182,7 @@ class Operator(nn.Module):
 
     def refusal(self, dim: int | None = None) -> str | None:
         """Why these parts cannot be combined for heads of ``dim`` numbers (None: for any size); None if they can."""
-        if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
-            return (
-                f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can "
-                "leave it; use score.Cosine() with temperature >= 1"
-            )
-        signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
-        if isinstance(self.anchor, Row | TopK) and signed:
-            what = f"{type(self.score).__name__} scores" if self.link.linear else f"{type(self.link).__name__} values"
-            return (
-                f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
-                "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows "
-                "that blow up"
-            )
-        if self.anchor.couples:
-            return self._coupled_refusal()
-        if self.anchor.window:
-            return self._window_refusal()
-        return self._solve_refusal(dim) if self.anchor.solves else None
-
-    def _window_refusal(self) -> str | None:
-        name = type(self.anchor).__name__
-        if not self.link.log_space or not self.score.bilinear:
-            return (
-                f"anchor {name} has an exponential of a dot product in its window; use score.Dot() or score.Cosine() "
-                "with link.Exp()"
-            )
-        other = next((p for p in self.prior if not isinstance(p, Causal) or p.include_self is False), None)
-        if other is not None:
-            return (
-                f"anchor {name} has a window that ends with the query's own key, and sums without positions before it; "
-                f"drop prior {type(other).__name__}"
-            )
-        return None
-
-    def _coupled_refusal(self) -> str | None:
-        name = type(self.anchor).__name__
-        if not self.link.log_space:
-            return f"anchor {name} works on log K, and link {type(self.link).__name__} is kept as K; use link.Exp()"
-        tied = next((p for p in self.prior if isinstance(p, Causal | ChunkCausal | Decay)), None)
-        if isinstance(self.anchor, Hierarchical) and any(isinstance(p, Window) for p in self.prior):
-            return "anchor Hierarchical has blocks of a tree, all of which see one another; drop the Window prior"
-        if tied is not None:
-            return (
-                f"anchor {name} lets each query's weights depend on all queries, so that prior "
-                f"{type(tied).__name__}, which orders them in time, {LEAK}"
-            )
-        return None
-
-    def _solve_refusal(self, dim: int | None) -> str | None:
-        anchor, name = self.anchor, type(self.anchor).__name__
-        decays = any(isinstance(p, Decay) for p in self.prior)
-        if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
-            return (
-                f"anchor {name} solves with the kernel among keys, for which a position bias or decay is not defined; "
-                "drop the prior"
-            )
-        indefinite = self._indefinite_reason(dim)
-        if indefinite is not None:
-            return f"anchor {name} needs a positive definite kernel among keys, and {indefinite}"
-        if not isinstance(anchor, Ridge):
-            return None
-        plain = self.score.plain and self.link.linear
-        if (anchor.relative or anchor.spectral) and not plain:
-            what = "relative > 0" if anchor.relative else "spectral_norm='power'"
-            return (
-                f"{what} looks at G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with "
-                "link.Identity()); drop it"
-            )
-        if not decays:
-            return None
-        if not plain:
-            return (
-                f"a decay with anchor {name} fades G = sum z z^T, which only the plain product z.z has "
-                "(score.Dot(scale=1) with link.Identity()); drop the prior"
-            )
-        if anchor.by_query:
-            return (
-                f"a decay with anchor {name} fades a constant ridge; "
-                "use mode='constant', relative=0 and spectral_norm='none', or drop the prior"
-            )
-        if any(isinstance(p, ChunkCausal | Window) for p in self.prior):
-            return (
-                f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined "
-                "with it; drop one of the priors"
-            )
-        return None
-
-    def _indefinite_reason(self, dim: int | None) -> str | None:
-        """Why the kernel among keys may have negative eigenvalues, or None.
-
-        Without negative eigenvalues, a ridge makes it invertible.
-        """
-        of_score = self.score.indefinite_reason()
-        if isinstance(self.score, NegativeDistance):
-            return self.link.indefinite_reason_of_distance() or of_score
-        return of_score or self.link.indefinite_reason(isinstance(self.score, Cosine), dim)
+        return refusal(self.score, self.link, self.anchor, self.prior, self.tags.positive, dim)
 
     def check(self, call: str, dim: int | None = None) -> None:
         """Raise ArgumentError if ``refusal`` gives a reason."""

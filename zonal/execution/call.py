@@ -10,8 +10,9 @@ from zonal import torch_func
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
 from zonal.algebra.named import operator_of
-from zonal.algebra.operator import LEAK, Bound
+from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
+from zonal.algebra.refusals import LEAK
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.memory import KeyValues, Memory, Tokens

@@ -9,7 +9,7 @@ from zonal import torch_func
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, checked, lowered, prepare, spread, weighted
 from zonal.execution.mask import log_decay_of
-from zonal.execution.paths.steps import check_devices, devices_of, numbers_of
+from zonal.execution.numbers import check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import Steps, compiled_steps, first_step, streaming
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import NOTHING, Given

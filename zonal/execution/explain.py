@@ -16,8 +16,8 @@ from zonal.errors import ArgumentError
 from zonal.execution import machine as machines
 from zonal.execution.call import Call, Held, lowered, prepare
 from zonal.execution.machine import Machine
+from zonal.execution.numbers import Numbers, check_devices, devices_of
 from zonal.execution.paths.coverage import Coverage, measured
-from zonal.execution.paths.steps import Numbers, check_devices, devices_of
 from zonal.execution.plan import Choice, Estimate, choose, duration, run
 from zonal.execution.routes import Runner
 from zonal.execution.shape import Shape, shape_of

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from zonal import mechanisms
 from zonal.algebra.metric import Product
 from zonal.algebra.named import in_use
-from zonal.algebra.operator import LEAK, Operator
+from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay, Window
+from zonal.algebra.refusals import LEAK
 from zonal.algebra.score import Dot, NegativeDistance
 from zonal.errors import ArgumentError
 from zonal.nn.norm import RMSNorm

@@ -1,24 +1,24 @@
 """The attention layer: projections around any operator."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra import definition
-from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row, TopK
+from zonal.algebra.anchor import Count, PlanAnchor, TopK
 from zonal.algebra.named import in_use
-from zonal.algebra.operator import LEAK, LayerInit, Operator
-from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
+from zonal.algebra.operator import LayerInit, Operator
+from zonal.algebra.prior import Decay
 from zonal.attention import attention
-from zonal.errors import ArgumentError, unknown_name
+from zonal.errors import ArgumentError
 from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
 from zonal.memory import Criterion, KeyValues, Memory, Reading
 from zonal.memory.weights import weighed
-from zonal.nn import crossing
+from zonal.nn import crossing, requirements
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
@@ -33,39 +33,6 @@ from zonal.stretch import active
 
 _ALONE = Inputs()
 ReadoutNorm = Literal["auto", "head", "concat"]
-
-
-def _sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """``kv_heads`` and ``head_dim`` with their defaults. Raises: ArgumentError for sizes that do not fit."""
-    if dim < 1 or heads < 1:
-        raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
-    kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1 or heads % kv_heads:
-        raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
-    if head_dim is None:
-        if dim % heads:
-            raise ArgumentError(
-                f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
-                "or pass head_dim."
-            )
-        head_dim = dim // heads
-    if head_dim < 1:
-        raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
-    return kv_heads, head_dim
-
-
-def _check_parts(readout_norm: str | None, conv: int, context_dim: int | None, init: str) -> None:
-    """Raise ArgumentError for settings that no layer can have."""
-    if readout_norm not in ("auto", "head", "concat", None):
-        raise ArgumentError(
-            f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
-        )
-    if conv < 0 or conv == 1:
-        raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
-    if context_dim is not None and context_dim < 1:
-        raise ArgumentError(f"nn.Attention: context_dim must be at least 1, received {context_dim}.")
-    if init not in ("auto", *get_args(LayerInit)):
-        raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
 
 
 class Attention(TokenMixer):
@@ -132,10 +99,8 @@ class Attention(TokenMixer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        kv_heads, head_dim = _sizes_of_heads(dim, heads, kv_heads, head_dim)
-        _check_parts(readout_norm, conv, context_dim, init)
-        if not 0 <= dropout < 1:
-            raise ArgumentError(f"nn.Attention: dropout must be at least 0 and below 1, received {dropout}.")
+        kv_heads, head_dim = requirements.sizes_of_heads(dim, heads, kv_heads, head_dim)
+        requirements.check_settings(readout_norm, conv, context_dim, init, dropout)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.context_dim, self.causal, self.dropout = context_dim, causal and context_dim is None, dropout
         resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
@@ -153,10 +118,10 @@ class Attention(TokenMixer):
         self.operator.score.check_values(head_dim)
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
         keyed = dim if context_dim is None else context_dim  # the size of what keys and values are made from
-        self._check_orthogonal()
+        requirements.check_start(self.init, qk_dim, head_dim, dim=dim, context_dim=keyed)
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
-        self._check_operator(key_gate)
+        requirements.check_operator(self.operator, heads, kv_heads, causal=self.causal, key_gate=key_gate)
         one_map = self.operator.score.one_map
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
         self.key = self.query if one_map else nn.Linear(keyed, kv_heads * qk_dim, bias=bias)
@@ -179,40 +144,6 @@ class Attention(TokenMixer):
         if context_dim is not None:
             self._check_context()
         self.reset_parameters(Draws())
-
-    def _check_orthogonal(self) -> None:
-        """Refuse a start that the projections cannot have."""
-        longest = max(self.qk_dim, self.head_dim if self.init == "orthogonal" else 0)
-        for name, size in (("dim", self.dim), ("context_dim", self.context_dim or self.dim)):
-            if self.init != "default" and longest > size:
-                raise ArgumentError(
-                    f"nn.Attention: projections that start orthogonal need heads of at most {name}={size} numbers, "
-                    f"received qk_dim={self.qk_dim} and head_dim={self.head_dim}. Choose smaller ones, because keys of "
-                    f"more than {name} numbers still have only {name} directions, or init='default'."
-                )
-
-    def _check_operator(self, key_gate: bool) -> None:
-        """Refuse an operator that this layer cannot run."""
-        if self.causal and self.operator.anchor.couples:
-            raise ArgumentError(
-                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, "
-                f"causal=True {LEAK}; pass causal=False for an encoder."
-            )
-        if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
-            raise ArgumentError(
-                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "
-                "lets them go. Drop the prior, or the neighbours."
-            )
-        if self.operator.score.one_map and self.kv_heads != self.heads:
-            raise ArgumentError(
-                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {self.heads}, "
-                f"received kv_heads={self.kv_heads}."
-            )
-        if key_gate and not self.operator.anchor.solves:
-            raise ArgumentError(
-                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} "
-                "is not one. Use m.ska() or m.ridge(), or leave key_gate out."
-            )
 
     def _decay_gate(self) -> DecayGate | None:
         """The gate for an operator whose decay the layer computes, or None."""
@@ -287,7 +218,11 @@ class Attention(TokenMixer):
     def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
         mass, score, key_bias = inputs.mass, self.operator.score, None
         if mass is not None:
-            self._check_mass(x, mass, inputs)
+            placed = any(x is not None for x in (self.rotary, self.convolution, inputs.cu_seqlens))
+            requirements.check_mass(
+                self.operator, x, mass, inputs.key_padding_mask, ordered=self.causal or inputs.before is not None,
+                placed=placed or self.neighbours > 0,
+            )  # fmt: skip
             there = mass > 0
             x, inputs = real(x, there), inputs._replace(key_padding_mask=there)
             # a plan's reference is mu nu^T K: its masses count tokens
@@ -402,39 +337,6 @@ class Attention(TokenMixer):
         if inputs.before is None:
             raise self._refused("report judges queries by a memory. Pass memory, or return_memory=True.")
         return inputs.before.memory.read(self._projected(x, inputs)[0], report=report)
-
-    def _check_mass(self, x: Tensor, mass: Tensor, inputs: Inputs) -> None:
-        """Raise ArgumentError for masses that this layer cannot use."""
-
-        def refuse(reason: str) -> ArgumentError:
-            return ArgumentError(f"nn.Attention: {reason}")
-
-        ordered = any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior)
-        if self.causal or inputs.before is not None or ordered:
-            raise refuse(
-                "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier "
-                "tokens would read through it. Use causal=False, or do not merge."
-            )
-        if not isinstance(self.operator.anchor, Row | Count | Raw | PlanAnchor):
-            raise refuse(
-                "mass is defined for the anchors Row, Count and Raw and for plans; operator "
-                f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. "
-                "Use one of those anchors, or do not merge."
-            )
-        placed = self.operator.prior or self.neighbours or self.rotary is not None or self.convolution is not None
-        if placed or inputs.cu_seqlens is not None:
-            raise refuse(
-                "a bucket of tokens (mass) has no single position, which rotary positions, a short convolution, "
-                "neighbourhoods, packed documents and position priors need. "
-                "Add positions to the input of the first layer instead, or do not merge."
-            )
-        masked = inputs.key_padding_mask is not None
-        if mass.shape != x.shape[:2] or not mass.is_floating_point() or masked:
-            given = "a key_padding_mask as well" if masked else f"{mass.dtype} of shape {tuple(mass.shape)}"
-            raise refuse(
-                f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a "
-                f"key_padding_mask, received {given}."
-            )
 
     def _projected(self, x: Tensor, inputs: Inputs = _ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head, what they were made from, and the convolution's tail."""

@@ -1,0 +1,117 @@
+"""What the parts of an attention layer must be like, each refused by a sentence."""
+
+from typing import get_args
+
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
+from zonal.algebra.operator import LayerInit
+from zonal.algebra.prior import Causal, ChunkCausal, Window
+from zonal.algebra.refusals import LEAK
+from zonal.errors import ArgumentError, unknown_name
+
+
+def sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """``kv_heads`` and ``head_dim`` with their defaults. Raises: ArgumentError for sizes that do not fit."""
+    if dim < 1 or heads < 1:
+        raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
+    if head_dim is None:
+        if dim % heads:
+            raise ArgumentError(
+                f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
+                "or pass head_dim."
+            )
+        head_dim = dim // heads
+    if head_dim < 1:
+        raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
+    return kv_heads, head_dim
+
+
+def check_settings(readout_norm: str | None, conv: int, context_dim: int | None, init: str, dropout: float) -> None:
+    """Raise ArgumentError for settings that no layer can have."""
+    if readout_norm not in ("auto", "head", "concat", None):
+        raise ArgumentError(
+            f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
+        )
+    if conv < 0 or conv == 1:
+        raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
+    if context_dim is not None and context_dim < 1:
+        raise ArgumentError(f"nn.Attention: context_dim must be at least 1, received {context_dim}.")
+    if init not in ("auto", *get_args(LayerInit)):
+        raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
+    if not 0 <= dropout < 1:
+        raise ArgumentError(f"nn.Attention: dropout must be at least 0 and below 1, received {dropout}.")
+
+
+def check_start(init: LayerInit, qk_dim: int, head_dim: int, *, dim: int, context_dim: int) -> None:
+    """Raise ArgumentError for a start that the projections from ``dim`` and ``context_dim`` numbers cannot have."""
+    longest = max(qk_dim, head_dim if init == "orthogonal" else 0)
+    for name, size in (("dim", dim), ("context_dim", context_dim)):
+        if init != "default" and longest > size:
+            raise ArgumentError(
+                f"nn.Attention: projections that start orthogonal need heads of at most {name}={size} numbers, "
+                f"received qk_dim={qk_dim} and head_dim={head_dim}. Choose smaller ones, because keys of "
+                f"more than {name} numbers still have only {name} directions, or init='default'."
+            )
+
+
+def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: bool, key_gate: bool) -> None:
+    """Raise ArgumentError for an operator that a layer cannot run."""
+    if causal and operator.anchor.couples:
+        raise ArgumentError(
+            f"nn.Attention: with operator {operator.name!r}, whose queries depend on one another, "
+            f"causal=True {LEAK}; pass causal=False for an encoder."
+        )
+    if operator.score.deaths and any(isinstance(p, Window) for p in operator.prior):
+        raise ArgumentError(
+            "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "
+            "lets them go. Drop the prior, or the neighbours."
+        )
+    if operator.score.one_map and kv_heads != heads:
+        raise ArgumentError(
+            f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, "
+            f"received kv_heads={kv_heads}."
+        )
+    if key_gate and not operator.anchor.solves:
+        raise ArgumentError(
+            f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {operator.name!r} "
+            "is not one. Use m.ska() or m.ridge(), or leave key_gate out."
+        )
+
+
+def check_mass(
+    operator: Operator, x: Tensor, mass: Tensor, padding: Tensor | None, *, ordered: bool, placed: bool
+) -> None:
+    """Raise ArgumentError for masses of merged tokens that a layer cannot use.
+
+    ordered: earlier tokens do not see later ones. placed: the layer uses the positions of tokens.
+    """
+    if ordered or any(isinstance(p, Causal | ChunkCausal) for p in operator.prior):
+        raise ArgumentError(
+            "nn.Attention: tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which "
+            "earlier tokens would read through it. Use causal=False, or do not merge."
+        )
+    if not isinstance(operator.anchor, Row | Count | Raw | PlanAnchor):
+        raise ArgumentError(
+            "nn.Attention: mass is defined for the anchors Row, Count and Raw and for plans; operator "
+            f"{operator.name!r} has {type(operator.anchor).__name__}. Use one of those anchors, or do not merge."
+        )
+    if placed or operator.prior:
+        raise ArgumentError(
+            "nn.Attention: a bucket of tokens (mass) has no single position, which rotary positions, a short "
+            "convolution, neighbourhoods, packed documents and position priors need. "
+            "Add positions to the input of the first layer instead, or do not merge."
+        )
+    if mass.shape != x.shape[:2] or not mass.is_floating_point() or padding is not None:
+        given = f"{mass.dtype} of shape {tuple(mass.shape)}" if padding is None else "a key_padding_mask as well"
+        raise ArgumentError(
+            f"nn.Attention: mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place "
+            f"of a key_padding_mask, received {given}."
+        )
+
+
+__all__ = ["check_mass", "check_operator", "check_settings", "check_start", "sizes_of_heads"]
