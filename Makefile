@@ -76,7 +76,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/be
 	@$(BIN)/python -m benchmarks.tiled
 	@$(BIN)/python -m benchmarks.rewa
 	@$(BIN)/python -m benchmarks.linear
-	@$(BIN)/python -m benchmarks.koopman --threads 1
+	@$(BIN)/python -m benchmarks.koopman
 	@$(BIN)/python -m benchmarks.relatives --threads 1
 	@$(BIN)/python -m benchmarks.sparse --threads 2
 	@$(BIN)/python -m benchmarks.transport --threads 1
