@@ -71,7 +71,7 @@ format: $(STAMP)  ## ruff mends and formats
 	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 	@$(BIN)/ruff format zonal tests benchmarks examples
 
-bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/benchmarks (about 20 minutes, run alone)
+bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/benchmarks (about 25 minutes, run alone)
 	@$(BIN)/python -m benchmarks.recurrence
 	@$(BIN)/python -m benchmarks.tiled
 	@$(BIN)/python -m benchmarks.rewa
@@ -81,6 +81,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/be
 	@$(BIN)/python -m benchmarks.sparse --threads 2
 	@$(BIN)/python -m benchmarks.transport --threads 1
 	@$(BIN)/python -m benchmarks.local_global --threads 1
+	@$(BIN)/python -m benchmarks.training_step
 	@$(BIN)/python -m benchmarks.planner
 	@$(BIN)/python -m benchmarks.machines results/benchmarks
 

@@ -13,7 +13,20 @@ import pytest
 import torch
 
 import zonal
-from benchmarks import common, gpu, linear, linear_peers, needles, peers, planner, rewa, sparse, sparse_page, tiled
+from benchmarks import (
+    common,
+    gpu,
+    linear,
+    linear_peers,
+    needles,
+    peers,
+    planner,
+    rewa,
+    sparse,
+    sparse_page,
+    tiled,
+    training_step,
+)  # fmt: skip
 from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
 from zonal.training import Comparison, ComparisonSpec, TrainConfig
@@ -143,15 +156,34 @@ def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(
 ) -> None:
     assert linear.main(["--quick", "--out", "-"]) == 0
     assert "of sdpa  sq, d=8, T=300, forward+backward" in capsys.readouterr().out
-    whole = linear.zonal.attention
+    made = linear.zonal.plan
 
-    def wrong(q, k, v, operator, *, causal, path):
-        y = whole(q, k, v, operator, causal=causal, path=path)
-        return y * 1.001 if path == "chunked" else y
+    def wrong(operator, shape, **settings):
+        plan = made(operator, shape, **settings)
+        return lambda q, k, v: plan(q, k, v) * 1.001
 
-    monkeypatch.setattr(linear.zonal, "attention", wrong)
+    monkeypatch.setattr(linear.zonal, "plan", wrong)
     with pytest.raises(common.GateError, match="T=300"):
         linear.main(["--quick", "--out", "-"])
+
+
+def test_the_benchmark_of_training_steps_runs_and_refuses_a_wrong_gradient(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert training_step.main(["--quick", "--out", "-"]) == 0
+    assert "of softmax  linear, demo, T=64" in capsys.readouterr().out
+    whole = training_step.forward_backward
+
+    def wrong(model, parts, dtype):
+        loss = whole(model, parts, dtype)
+        if next(model.parameters()).dtype == torch.float32:
+            for x in model.parameters():
+                x.grad = None if x.grad is None else x.grad * 1.01
+        return loss
+
+    monkeypatch.setattr(training_step, "forward_backward", wrong)
+    with pytest.raises(common.GateError, match="linear"):
+        training_step.main(["--quick", "--out", "-"])
 
 
 def test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel(
@@ -199,7 +231,7 @@ def test_the_table_of_sums() -> None:
     cases = linear.table()
     assert len({str(case) for case in cases}) == len(cases) >= 20
     bounded = [case for case in cases if case.bound is not None and case.peer == "sdpa"]
-    assert len(bounded) == 9
+    assert len(bounded) == 11
     for shorter, longer in itertools.pairwise(bounded):
         assert longer.tokens < shorter.tokens or longer.bound < shorter.bound  # type: ignore[operator]
 
