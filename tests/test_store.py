@@ -106,3 +106,51 @@ def test_written_files_are_readable_by_others(tmp_path: Path) -> None:
 def test_unknown_name_suggests() -> None:
     assert "Did you mean 'softmax'?" in str(unknown_name("call", "operator", "sofmax", ("softmax", "sko")))
     assert "Did you mean" not in str(unknown_name("call", "operator", "zzz", ("softmax", "sko")))
+
+
+def test_parts_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    """The next write of a file or folder removes what a killed process was writing there; a process that writes holds
+    its part.
+    """
+    for target in (tmp_path / "x.json", tmp_path / "folder"):
+        left, other = tmp_path / f".{target.name}.abc.part", tmp_path / f".{target.name}y.abc.part"
+        left.write_text("half")
+        other.mkdir()
+        (other / "half").write_text("half")
+        if target.suffix:
+            store.write_json(target, {"x": 1})
+        else:
+            with store.staged_folder(target) as staging:
+                (staging / "file").touch()
+                with store.staged_folder(tmp_path / "folder") as second:
+                    (second / "file").touch()
+                assert staging.exists()
+                (target / "file").unlink()
+        assert not left.exists()
+        assert other.exists()
+        assert sorted(each.name for each in tmp_path.glob(".*.part")) == [other.name]
+        (other / "half").unlink()
+        other.rmdir()
+
+
+def test_an_object_has_a_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    store.write_checked(path, {"schema": 1, "steps": (100, 2.5), "label": "ä"})
+    assert store.read_record(path, 1, "read", "Write it again.") == {"schema": 1, "steps": [100, 2.5], "label": "ä"}
+    whole = path.read_text(encoding="utf-8")
+    for damaged in (whole.replace("100", "300"), whole.replace('"checksum"', '"chdcksum"')):
+        path.write_text(damaged, encoding="utf-8")
+        with pytest.raises(FileFormatError, match=r"read: the checksum of .*x\.json does not match .* Write it again"):
+            store.read_record(path, 1, "read", "Write it again.")
+    path.write_text('{"schema": 1, "steps": 300}')  # from before there were checksums
+    assert store.read_record(path, 1, "read", "Write it again.")["steps"] == 300
+    store.write_checked(path, {"schema": 1, "steps": 5}, over=False)
+    assert store.read_json(path)["steps"] == 300
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_line_has_a_checksum() -> None:
+    line = json.dumps(store.summed({"kind": "train", "loss": 0.1 + 0.2, "name": "ä"}))
+    assert store.unharmed(json.loads(line))
+    assert not store.unharmed(json.loads(line.replace("0.3", "0.2")))
+    assert store.unharmed({"loss": 1.0})

@@ -56,4 +56,11 @@ def require(call: str, what: str, size: int, device: torch.device | str, advice:
         )
 
 
-__all__ = ["free", "require"]
+def exhausted(error: BaseException) -> bool:
+    """Whether an error says that memory was refused. On the CPU torch raises a bare RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory")
+    )
+
+
+__all__ = ["exhausted", "free", "require"]

@@ -6,14 +6,18 @@ bytes of the tensors.
 """
 
 import contextlib
+import difflib
 import errno
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -40,31 +44,92 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write into: it takes the place of ``target`` when the body ends, and vanishes when
     the body fails.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    try:
+    with _held_beside(target, lambda made: Path(tempfile.mkdtemp(**made))) as staging:
         yield staging
         staging.chmod(0o777 & ~_umask())
         os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _temporary_beside(path: Path) -> Iterator[Path]:
-    """A temporary file in the folder of ``path`` that replaces it on success and vanishes on failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+def _temporary_beside(path: Path, over: bool = True) -> Iterator[Path]:
+    """A temporary file in the folder of ``path`` that takes its place on success and vanishes on failure. over: also
+    where there is a file already.
+    """
+    with _held_beside(path, _temporary_file) as temporary:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
+        if not over:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links: the last one wins, whole in any case
+                os.replace(temporary, path)
+            return
         os.replace(temporary, path)
+
+
+def _temporary_file(made: dict[str, Any]) -> Path:
+    handle, name = tempfile.mkstemp(**made)
+    os.close(handle)
+    return Path(name)
+
+
+@contextlib.contextmanager
+def _held_beside(target: Path, make: Callable[[dict[str, Any]], Path]) -> Iterator[Path]:
+    """A new file or folder beside ``target``, locked by this process for as long as the body runs, and then removed if
+    it has not been moved. Those of processes that were killed, which nobody holds, are removed first.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with _lock(left) as held:
+            if held:
+                _remove(left)
+    begun = False
+    while not begun:  # again where another process has just taken it for one that nobody holds
+        temporary = make({"prefix": f".{target.name}.", "suffix": ".part", "dir": target.parent})
+        try:
+            with _lock(temporary) as held:
+                if held is not False:
+                    begun = True
+                    yield temporary
+        finally:
+            _remove(temporary)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[bool | None]:
+    """Whether this process now has the lock of a file or folder, which goes with the process. False: another process
+    has it, or has removed the file. None: there are no such locks here.
+    """
+    if sys.platform == "win32":
+        yield None
+        return
+    import fcntl
+
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held: bool | None = path.exists()
+    except OSError as error:
+        held = False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    try:
+        yield held
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -139,7 +204,56 @@ def shortened(value: Any, digits: int) -> Any:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write ``value`` as indented UTF-8 JSON, atomically. NaN and infinity raise ValueError."""
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_bytes(path, _json(value))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def write_checked(path: str | os.PathLike[str], record: Mapping[str, Any], *, over: bool = True) -> None:
+    """Write an object as ``write_json``, with a checksum of the rest under "checksum", which ``checked`` checks.
+
+    over: replace a file that is there; otherwise the first one stays.
+    """
+    stated = json.loads(json.dumps({name: value for name, value in record.items() if name != "checksum"}))
+    data, target = _json({**stated, "checksum": checksum({}, stated)}), Path(path)
+    with _write_errors(target), _temporary_beside(target, over) as temporary:
+        temporary.write_bytes(data)
+
+
+def checked(
+    path: str | os.PathLike[str] | Traversable, value: Any, call: str = "load",
+    advice: str = "Use an older copy or make it anew.",
+) -> Any:  # fmt: skip
+    """The JSON ``value`` of a file without its checksum. Files from before there were checksums have none.
+
+    Raises: FileFormatError when the checksum is of something else, or is there under another name.
+    """
+    if not isinstance(value, dict):
+        return value
+    stated = {name: each for name, each in value.items() if name != "checksum"}
+    misspelt = difflib.get_close_matches("checksum", stated, n=1, cutoff=0.8)
+    if value["checksum"] != checksum({}, stated) if "checksum" in value else misspelt:
+        raise FileFormatError(
+            f"{call}: the checksum of {path} does not match its contents: it was damaged. {advice} "
+            'If it was edited on purpose, remove "checksum" from it.'
+        )
+    return stated
+
+
+def summed(line: Mapping[str, Any]) -> dict[str, Any]:
+    """An object for one line of a file, with the CRC-32 of the rest under "crc32", which ``unharmed`` checks."""
+    return {**line, "crc32": _crc(line)}
+
+
+def unharmed(line: Any) -> bool:
+    """Whether a line of JSON is what was written. Lines from before there were checksums have none."""
+    return not isinstance(line, dict) or "crc32" not in line or line["crc32"] == _crc(line)
+
+
+def _crc(line: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps({name: value for name, value in line.items() if name != "crc32"}).encode())
 
 
 def check_file(call: str, path: Path) -> None:
@@ -171,14 +285,16 @@ def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
 
 
 def read_record(path: str | os.PathLike[str] | Traversable, schema: int, call: str, advice: str) -> dict[str, Any]:
-    """The JSON object with ``schema`` in a file. Raises: FileFormatError for anything else; it ends with ``advice``."""
+    """The JSON object with ``schema`` in a file, without its checksum. Raises: FileFormatError for anything else; it
+    ends with ``advice``.
+    """
     values = read_json(path)
     if not isinstance(values, dict) or values.get("schema") != schema:
         received = f"schema {values.get('schema')!r}" if isinstance(values, dict) else f"a {type(values).__name__}"
         raise FileFormatError(
             f"{call}: {path} must be a JSON object with schema {schema}, received {received}. {advice}"
         )
-    return values
+    return checked(path, values, call, advice)
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:

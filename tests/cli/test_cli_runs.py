@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from zonal.cli import bench, demo
 from zonal.cli.app import main
@@ -163,6 +164,17 @@ def test_mistakes_are_one_line_and_exit_with_2(here, capsys, words, message):
     assert err.startswith("zonal: ")
     assert err.count("\n") == 1
     assert not (here / "runs").exists()
+
+
+def test_memory_that_is_refused_is_one_line(capsys, monkeypatch):
+    def ask_for_too_much(options, command):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr("zonal.cli.tasks.run", ask_for_too_much)
+    assert main(["tasks"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("zonal: out of memory (")
+    assert said.count("\n") == 1
 
 
 def test_mistakes_show_no_traceback_in_a_process(tmp_path):

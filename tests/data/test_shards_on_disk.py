@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from zonal.data import open_corpus, tokenizers, write_corpus
 from zonal.errors import ArgumentError, FileFormatError, InsufficientSpaceError
+from zonal.store import write_checked
 
 BYTE = tokenizers.resolve("byte")
 TEXT = "The quick brown fox."
@@ -23,7 +24,7 @@ def folder(tmp_path):
 
 
 def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_checked(path, json.loads(path.read_text()) | changes)
 
 
 def test_shards_and_their_descriptions(folder):

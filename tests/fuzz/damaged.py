@@ -53,8 +53,9 @@ def memory_file(spec: str, spans: bool) -> Callable[[Path], None]:
     return write
 
 
-def read_memory(path: Path) -> None:
-    Memory.load(path).read(torch.zeros(1, 2, 1, 4))
+def read_memory(path: Path) -> Any:
+    memory = Memory.load(path)
+    return memory, memory.read(torch.zeros(1, 2, 1, 4))
 
 
 def write_layers(path: Path) -> None:
@@ -71,9 +72,10 @@ def small_comparison(folder: Path) -> None:
     write_comparison(folder, operators=("sko", "linear"), seeds=(0,), rates=(0.001,), steps=20)
 
 
-def read_packed(folder: Path) -> None:
-    report.load(folder)
+def read_packed(folder: Path) -> Any:
+    found = report.load(folder)
     archive.unpack(folder)
+    return found
 
 
 def write_archive(path: Path) -> None:
@@ -109,7 +111,7 @@ READERS: dict[str, Reader] = {
     ),
     "criterion": Reader(lambda path: Criterion(0.5, 0.25, 0.1, 0.1, 10).save(path), Criterion.load),
     "machine": Reader(
-        lambda path: store.write_json(path, machine.machine_for(torch.device("cpu")).to_dict()),
+        lambda path: store.write_checked(path, machine.machine_for(torch.device("cpu")).to_dict()),
         lambda path: machine.read(path, torch.device("cpu")),
     ),
     "tokenizer.json": Reader(

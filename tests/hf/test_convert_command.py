@@ -100,6 +100,13 @@ def test_a_model_is_converted_and_goes_on_elsewhere(
     assert capsys.readouterr().out.startswith("The old house")
     assert main(words(folder, out)) == 2
     assert "exists. Choose another folder" in capsys.readouterr().err
+    weights = out / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    assert main(["generate", "--model", str(out), "--prompt", "The old house"]) == 2
+    assert f"{weights} is not what `zonal convert` wrote" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(FileFormatError, match="it was damaged, copy it again"):
+        hf.from_pretrained(out)
 
 
 def windowed(folder: Path, config: Any, name: str) -> Path:

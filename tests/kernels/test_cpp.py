@@ -455,8 +455,12 @@ def test_a_damaged_library_is_compiled_again(empty_cache: Path) -> None:
         if content is not flipped:
             path.write_bytes(data)
             record.write_text(about)
+    left = path.with_name(f".{path.stem}.abc")  # of a compiler that was killed
+    left.mkdir()
+    (left / "link.cpp").touch()
     with pytest.warns(UserWarning, match="damaged and is compiled again"):
         native_kernels.build(code, "decode")
+    assert not left.exists()
     assert native_kernels.built(code, "decode") == path
     native_kernels.load(code, "decode")
 

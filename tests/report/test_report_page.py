@@ -10,7 +10,7 @@ import statistics
 import pytest
 from report.comparison_folder import OPERATORS, PROFILE, SLUGS, write_comparison
 
-from zonal import report
+from zonal import report, store
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import formats
 
@@ -434,6 +434,22 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     before = report.load(tmp_path).runs[0]
     path.write_text(path.read_text() + '{"kind": "train", "step": 31, "lo')
     assert report.load(tmp_path).runs[0] == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_log_is_refused(damage, tmp_path):
+    """Of a run that has ended: its curve would be drawn shorter, or through another point."""
+    write_comparison(tmp_path, operators=("softmax",), seeds=(0,), rates=(0.001,), steps=30)
+    path = tmp_path / "runs/softmax/seed-0-lr-0.001/metrics.jsonl"
+    lines = [json.dumps(store.summed(json.loads(line))) + "\n" for line in path.read_text().splitlines()]
+    path.write_text("".join(lines))
+    before = report.load(tmp_path)
+    assert before.runs[0].evaluations
+    if damage == "changed":
+        lines[3] = lines[3].replace('"loss": ', '"loss": 1')
+    path.write_text("".join(lines if damage == "changed" else lines[:20]))
+    with pytest.raises(FileFormatError, match=r"metrics\.jsonl, line 4 is not" if damage == "changed" else "cut short"):
+        report.load(tmp_path)
 
 
 def test_a_repeated_step_counts_once(tmp_path):

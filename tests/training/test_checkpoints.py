@@ -9,7 +9,7 @@ import torch
 from training.training_doubles import Recall, lines, tiny_config, tiny_model
 
 from zonal.errors import ArgumentError, FileFormatError, InsufficientSpaceError
-from zonal.store import load_tensors, save_tensors
+from zonal.store import load_tensors, save_tensors, write_checked
 from zonal.training import events as kinds
 from zonal.training import load_model, train
 from zonal.training.environment import folder_lock
@@ -275,8 +275,9 @@ def test_one_process_a_folder(tmp_path):
 def test_lost_record_is_written_again(whole, tmp_path):
     folder = copied(whole, tmp_path)
     stored = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**stored, "status": "running", "learned": []}))
+    write_checked(folder / "run.json", {**stored, "status": "running", "learned": []})
     result = run(folder)
+    assert result.peak_memory_method == stored["peak_memory_method"] is not None
     assert (result.status, result.steps_done, result.final) == ("done", 12, stored["final"])
     assert result.learned
 

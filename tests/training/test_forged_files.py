@@ -14,7 +14,7 @@ from training.training_doubles import Recall, tiny_config, tiny_model
 from zonal import Memory, mechanisms
 from zonal.cli.app import main
 from zonal.errors import ArgumentError, FileFormatError, FileWriteError
-from zonal.store import load_tensors, read_json, save_tensors, write_json
+from zonal.store import load_tensors, read_json, save_tensors, write_checked, write_json
 from zonal.training import load_model, train
 from zonal.training.checkpoint import KIND
 from zonal.training.record import RunResult
@@ -144,7 +144,7 @@ def test_json_that_is_none(tmp_path, text):
 @pytest.mark.parametrize("field", ["status", "steps_done", "final", "steps_to", "seconds"])
 def test_records(whole, tmp_path, field):
     values = read_json(whole / "run.json")
-    write_json(tmp_path / "run.json", {**values, field: [{}]})
+    write_checked(tmp_path / "run.json", {**values, field: [{}]})
     with pytest.raises(FileFormatError, match=r"run\.json"):
         RunResult.read(tmp_path)
 
@@ -171,7 +171,7 @@ def test_comparisons_and_recipes(tmp_path, monkeypatch, capsys):
         "steps",
     ):
         for value in (None, 5.5, "x", [None]):
-            write_json(tmp_path / "c" / "comparison.json", {**stored, key: value})
+            write_checked(tmp_path / "c" / "comparison.json", {**stored, key: value})
             capsys.readouterr()
             code = main(["compare", "--resume", "c"])
             assert code == 2, (key, value)

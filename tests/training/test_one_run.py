@@ -24,8 +24,7 @@ def whole(tmp_path_factory):
 
 def test_a_run_learns_and_says_what_it_did(whole):
     folder, result, _, model = whole
-    stored = json.loads((folder / "run.json").read_text())
-    assert RunResult(**stored) == result
+    assert RunResult.read(folder) == result
     assert (result.status, result.steps_done, result.operator, result.seed) == ("done", 12, "softmax", 0)
     assert result.parameters == model.num_parameters()
     assert set(result.memory_bytes) == {"1024", "16384", "131072"}

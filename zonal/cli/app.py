@@ -16,12 +16,13 @@ from typing import Any
 import tyro
 
 import zonal
-from zonal import limits
+from zonal import device_memory, limits
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 MISTAKE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_LESS = "Ask for less at a time; what was acknowledged is kept."
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # what the operating system refuses lies outside of the program: a folder without rights, a file system that is
         # read only
         return _mistake(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
-    except MemoryError as error:
-        return _mistake(f"out of memory ({error}). Ask for less at a time.")
+    except (MemoryError, RuntimeError) as error:
+        if not device_memory.exhausted(error):
+            raise
+        return _mistake(f"out of memory ({str(error).splitlines()[0] if str(error) else 'of Python'}). {_LESS}")
 
 
 def _mistake(message: str) -> int:

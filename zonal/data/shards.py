@@ -108,7 +108,7 @@ class _Writer:
             "dtype": self.dtype, "tokens": self.tokens, "bytes": self.bytes, "documents": documents,
             "source": source, "shards": self.names,
         }  # fmt: skip
-        store.write_json(self.folder / INDEX, index)
+        store.write_checked(self.folder / INDEX, index)
 
     def _write(self, tokens: np.ndarray) -> None:
         data = tokens.tobytes()
@@ -119,7 +119,7 @@ class _Writer:
             "vocab_size": self.tokenizer.vocab_size,
         }  # fmt: skip
         store.write_bytes(self.folder / name, data)
-        store.write_json((self.folder / name).with_suffix(".json"), description)
+        store.write_checked((self.folder / name).with_suffix(".json"), description)
         self.names.append(name)
 
 
@@ -185,7 +185,7 @@ def _write_documents(
 
 
 def _described(path: Path, magic: str, types: dict[str, type]) -> dict[str, Any]:
-    found = store.read_json(path)
+    found = store.checked(path, store.read_json(path))
     if not isinstance(found, dict) or found.get("magic") != magic:
         raise FileFormatError(f"open_corpus: {path} is not a {magic} file; it was written by another program.")
     if found.get("version") != _VERSION:

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -262,29 +261,11 @@ def file_for(device: torch.device, count: int | None = None) -> Path:
 
 def read(path: Path, device: torch.device) -> Machine:
     """The machine in a file. Raises: FileFormatError when it is missing, damaged, or of another machine."""
-    found = Machine.from_dict(store.read_json(path), note=f"read from {path}")
+    found = Machine.from_dict(store.checked(path, store.read_json(path)), note=f"read from {path}")
     wanted = (name(device), threads(device), torch.__version__)
     if (found.name, found.threads, found.torch) != wanted:
         raise FileFormatError(f"machine: {path} is of {found.name}, {found.threads} threads, torch {found.torch}.")
     return found
-
-
-def _keep(path: Path, machine: Machine, over: bool) -> None:
-    """Put the file in place unless another process was first (``over``: what is there is known to be bad)."""
-    if over:
-        store.write_json(path, machine.to_dict())
-        return
-    mine = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.json")
-    store.write_json(mine, machine.to_dict())
-    try:
-        os.link(mine, path)
-    except FileExistsError:
-        pass
-    except OSError:
-        # a file system without links: the last one wins, whole in any case
-        os.replace(mine, path)
-    finally:
-        mine.unlink(missing_ok=True)
 
 
 def _obtain(device: torch.device) -> Machine:
@@ -300,7 +281,8 @@ def _obtain(device: torch.device) -> Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} is not writable")
-        _keep(path, measure(device), over=bool(why))
+        # the first process wins, unless what is there could not be used
+        store.write_checked(path, measure(device).to_dict(), over=bool(why))
         kept = read(path, device)
     except (OSError, FileFormatError) as error:
         return typical(

@@ -189,7 +189,7 @@ class ContextMemory:
                 memory.save(target / file)
                 entries.append({"name": name, "tokens": self._tokens[name], "file": file})
             record = {"schema": _SCHEMA, "model": fingerprint(self.model), "documents": entries}
-            store.write_json(target / _INDEX, record)
+            store.write_checked(target / _INDEX, record)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Add the documents that ``save`` wrote for this model.

@@ -25,11 +25,10 @@ from zonal.hf.distil import (
     learn,
     learned_by,
 )
-from zonal.hf.pretrained import encoded, opened
+from zonal.hf.pretrained import RECORD, digest_of, encoded, opened
 from zonal.report import conversion as report
 from zonal.training.environment import folder_lock, surroundings
 
-_RECORD = "conversion.json"
 _EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 _LENGTHS = (1024, 8192, 32768)
 _PREFILL = 1024
@@ -103,8 +102,8 @@ class _Conversion:
         self.text = Text.of(documents, settings.windows, settings.eval_length)
         digest = hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest()[:16]
         wanted = {"schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest}
-        path = settings.work / _RECORD
-        self.record: dict[str, Any] = store.read_json(path) if path.exists() else wanted
+        path = settings.work / RECORD
+        self.record: dict[str, Any] = store.checked(path, store.read_json(path)) if path.exists() else wanted
         different = [name for name in wanted if self.record.get(name) != wanted[name]]
         if different:
             raise ArgumentError(
@@ -159,8 +158,9 @@ class _Conversion:
         with store.staged_folder(settings.out) as folder:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-            for path in (page, page.with_name(_RECORD)):
-                (folder / path.name).write_bytes(path.read_bytes())
+            files = {path.name: digest_of(path) for path in sorted(folder.iterdir())}
+            store.write_checked(folder / RECORD, {**self.record, "files": files})
+            store.write_bytes(folder / page.name, page.read_bytes())
         say(f"Perplexity {before['perplexity']:.2f} before, {after['perplexity']:.2f} after.")
         say(f"{settings.out} holds the model and {page.name}; {settings.work} is no longer needed.")
         say(f"Try: zonal generate --model {settings.out} --prompt '{settings.prompt}'")
@@ -236,7 +236,7 @@ class _Conversion:
         return self.record[name]
 
     def _keep(self) -> None:
-        store.write_json(self.settings.work / _RECORD, self.record)
+        store.write_checked(self.settings.work / RECORD, self.record)
 
     def _written(self, folder: Path) -> Path:
         self._keep()

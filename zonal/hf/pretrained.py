@@ -1,6 +1,7 @@
 """Opens pre-trained causal models and their tokenisers from a folder or a GGUF file."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zonal.errors import ArgumentError, ZonalError
+from zonal import store
+from zonal.errors import ArgumentError, FileFormatError, ZonalError
+
+RECORD = "conversion.json"
 
 
 def opened(call: str, path: Path) -> tuple[Any, Any]:
@@ -18,12 +22,13 @@ def opened(call: str, path: Path) -> tuple[Any, Any]:
     Code in a folder is never run.
 
     Raises: ArgumentError, in the name of ``call``, when there is no such path, transformers cannot read it, or its
-        weights are not those of its config.
+        weights are not those of its config; FileFormatError as ``check_files``.
     """
     if not path.exists():
         raise ArgumentError(
             f"{call}: {path} does not exist. Give the folder of a model (config.json, safetensors) or a GGUF file."
         )
+    check_files(call, path)
     where: dict[str, Any] = (
         {"pretrained_model_name_or_path": path}
         if path.is_dir()
@@ -58,6 +63,29 @@ def readable(call: str, path: str | Path, what: str = "") -> Iterator[None]:
         raise ArgumentError(f"{call}: transformers cannot read {what or path}: {detail}") from error
 
 
+def check_files(call: str, folder: Path) -> None:
+    """Raise FileFormatError for a file that is not as `zonal convert` wrote it, by the digests in conversion.json.
+
+    Other folders of transformers have no digests.
+    """
+    record = folder / RECORD
+    if not record.is_file():
+        return
+    with store.understood(call, record):
+        for name, digest in store.checked(record, store.read_json(record), call).get("files", {}).items():
+            if (folder / name).is_file() and digest_of(folder / name) != digest:
+                raise FileFormatError(
+                    f"{call}: {folder / name} is not what `zonal convert` wrote: it was damaged, copy it again. If it "
+                    f"was changed on purpose, remove {RECORD} from the folder."
+                )
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_loaded(call: str, path: str | Path, found: dict[str, Any]) -> None:
     """Raise ArgumentError for weights that a folder lacks, has beside those of its config, or has in other shapes.
 
@@ -90,4 +118,4 @@ def encoded(call: str, model: Any, tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-__all__ = ["check_loaded", "encoded", "opened", "readable"]
+__all__ = ["RECORD", "check_files", "check_loaded", "digest_of", "encoded", "opened", "readable"]

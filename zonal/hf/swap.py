@@ -41,7 +41,7 @@ from zonal.hf.layers import (
     install,
     layers_of,
 )
-from zonal.hf.pretrained import check_loaded, readable
+from zonal.hf.pretrained import check_files, check_loaded, readable
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
@@ -128,6 +128,7 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             not those of its config.
     """
     call = "hf.from_pretrained"
+    check_files(call, Path(folder))
     with readable(call, folder):
         config: Any = AutoConfig.from_pretrained(folder)
     converted = issubclass(type(config), _ConfigMixin)

@@ -156,7 +156,7 @@ class Archive:
             ],
             "skipped": [list(each) for each in self.skipped],
         }  # fmt: skip
-        store.write_json(self.folder / FILE, {**record, "checksum": store.checksum({}, record)})
+        store.write_checked(self.folder / FILE, record)
         named = {memory, *(shard.file for shard in self.shards)}
         for file in self.folder.iterdir():  # of earlier states, and of processes that were killed
             if _NAME.fullmatch(file.name) and file.name not in named:
@@ -180,14 +180,7 @@ class Archive:
 
 
 def _record(source: Path) -> dict[str, Any]:
-    record = store.read_record(source / FILE, _SCHEMA, "Archive.open", _ADVICE)
-    checksum = record.pop("checksum", None)
-    if store.checksum({}, record) != checksum:
-        raise FileFormatError(
-            f"Archive.open: the checksum of {source / FILE} does not match its contents. It was edited or damaged. "
-            + _ADVICE
-        )
-    return record
+    return store.read_record(source / FILE, _SCHEMA, "Archive.open", _ADVICE)
 
 
 def _shard(source: Path, entry: dict[str, Any], heads: int) -> Shard:

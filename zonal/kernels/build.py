@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,12 +216,15 @@ def alone(library: Path) -> Iterator[None]:
 
 
 def make(compiler: str, code: Formula, source: str, isa: InstructionSet, library: Path) -> None:
-    """Compile a link's library. Each file appears whole.
+    """Compile a link's library, held by ``alone``. Each file appears whole.
 
     Raises: BuildError with the compiler's first words when it fails; OSError when the folder cannot be written.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    begun = f".{library.stem}."
+    for left in library.parent.glob(f"{begun}*") if sys.platform != "win32" else ():  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=begun) as folder:
         text, made, record = (Path(folder) / f"link{suffix}" for suffix in (".cpp", ".so", ".json"))
         text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
         _compiled(compiler, flags(isa), text, made, f"link {code.name!r}")
@@ -236,9 +238,7 @@ def make(compiler: str, code: Formula, source: str, isa: InstructionSet, library
         record.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         # the record last: a library without one is not used
         for file, place in ((made, library), (record, library.with_suffix(".json"))):
-            staged = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
-            shutil.move(file, staged)
-            os.replace(staged, place)
+            os.replace(file, place)
 
 
 __all__ = [

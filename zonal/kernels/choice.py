@@ -112,7 +112,7 @@ def fastest(
         with contextlib.suppress(OSError, FileWriteError), recipe.alone(path):  # what cannot be kept is timed again
             there = _read(path)
             if there.get(key) not in names:
-                store.write_json(path, {"schema": SCHEMA, "processor": processor(), "sets": {**there, key: found}})
+                store.write_checked(path, {"schema": SCHEMA, "processor": processor(), "sets": {**there, key: found}})
             found = _read(path).get(key, found)
     return candidates[names.index(found)]
 
@@ -130,7 +130,7 @@ def _path() -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """What a file keeps of this processor, by key."""
     try:
-        read = store.read_json(path)
+        read = store.checked(path, store.read_json(path))
     except FileFormatError:
         return {}
     good = isinstance(read, dict) and read.get("schema") == SCHEMA and read.get("processor") == processor()

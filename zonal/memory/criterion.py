@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.store import read_json, write_json
+from zonal.store import checked, read_json, write_checked
 from zonal.typed import check_fields
 from zonal.verdict import Verdict
 
@@ -105,12 +105,12 @@ class Criterion:
 
 def save_rule(path: str | os.PathLike[str], kind: str, rule: Any) -> None:
     """Write a dataclass of plain values to a JSON file, atomically."""
-    write_json(path, {"kind": kind, **asdict(rule)})
+    write_checked(path, {"kind": kind, **asdict(rule)})
 
 
 def load_rule(path: str | os.PathLike[str], kind: str, rule: type[Rule]) -> Rule:
     """Read a file of ``save_rule``. Raises: FileFormatError for missing, damaged and foreign files."""
-    found: Any = read_json(path)
+    found: Any = checked(path, read_json(path))
     if not isinstance(found, dict) or found.pop("kind", None) != kind:
         raise FileFormatError(f"load {kind}: {path} holds something else. Required: a file of {rule.__name__}.save.")
     try:

@@ -20,7 +20,7 @@ from zonal.report import archive, diagnostics, key_embeddings
 from zonal.report.diagnostics import Diagnostics
 from zonal.report.key_embeddings import KeyEmbeddings
 from zonal.report.published import Published
-from zonal.store import read_json, read_record, understood
+from zonal.store import checked, read_json, read_record, understood, unharmed
 from zonal.typed import made
 
 SCHEMA = 1
@@ -180,27 +180,28 @@ def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
     """The curves of one run, by kind. A step that was repeated after a resume counts once, with its last values."""
     curves: dict[str, dict[int, Point]] = {"train": {}, "eval": {}}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise FileFormatError(
             f"report: {path} is not a text file ({error}). It was not written by zonal or was damaged."
         ) from error
-    for index, line in enumerate(lines):
+    # a killed process may leave its last line half written, without an end
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             kind, step = record["kind"], int(record["step"])
+            if not unharmed(record):
+                raise ValueError("its checksum is of something else")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            if index == len(lines) - 1:
-                break
             raise FileFormatError(
-                f"report: {path}, line {index + 1} is not a metrics record ({error!r}). "
+                f"report: {path}, line {number} is not a metrics record ({error!r}). "
                 "The file was damaged; run the comparison again."
             ) from error
         with understood("report", path):
             if kind in curves and made(float | None, record.get("loss"), "loss") is not None:
-                curves[kind][step] = made(Point, record, f"line {index + 1}")
+                curves[kind][step] = made(Point, record, f"line {number}")
     return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
 
 
@@ -208,7 +209,7 @@ def _run(folder: Traversable) -> Run:
     path = folder / "run.json"
     curves = _points(folder / "metrics.jsonl")
     with understood("report", path):
-        record = made(Mapping[str, Any], read_json(path), "the record")
+        record = made(Mapping[str, Any], checked(path, read_json(path)), "the record")
         found = {
             "label": record.get("label") or record.get("operator"),
             **{name: _metrics(record.get(name), name) for name in ("final", "best")},
@@ -217,7 +218,14 @@ def _run(folder: Traversable) -> Run:
             "diagnostics": diagnostics.load(folder),
             "key_embeddings": key_embeddings.load(folder),
         }
-        return made(Run, {**record, **found}, "run")
+        run = made(Run, {**record, **found}, "run")
+    last = run.evaluations[-1].step if run.evaluations else 0
+    if run.done and last < run.steps_done:
+        raise FileFormatError(
+            f"report: {folder / 'metrics.jsonl'} has no evaluation after step {last}, and the run ended at step "
+            f"{run.steps_done}. The file was cut short; remove the folder of the run to run it again."
+        )
+    return run
 
 
 def _run_folders(runs: Traversable) -> list[Traversable]:

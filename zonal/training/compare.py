@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from zonal import workers
+from zonal import device_memory, workers
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import best_learning_rate
 from zonal.models import language_model
 from zonal.report import archive
-from zonal.store import understood, write_json
+from zonal.store import understood, write_checked
 from zonal.training import events
 from zonal.training.config import TrainConfig
 from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each, when_free
@@ -197,7 +197,7 @@ class Comparison:
         except (ZonalError, RuntimeError) as error:
             message = str(error)
             if isinstance(error, RuntimeError):
-                if not _out_of_memory(error):
+                if not device_memory.exhausted(error):
                     raise
                 message = (
                     f"train: out of memory ({message.splitlines()[0]}). Use a smaller batch, or a larger accumulate."
@@ -237,7 +237,7 @@ class Comparison:
             "guess": None if guess is None else guess._asdict(),
             **surroundings(torch.device(spec.device), self.threads),
         }
-        write_json(self.directory / FILE, stored)
+        write_checked(self.directory / FILE, stored)
         return True
 
     def _announce_plan(self, emit: events.Listener, jobs: int) -> None:
@@ -319,6 +319,3 @@ def _executed(directory: str, run: PlannedRun) -> None:
     when_free(lambda: Comparison.open(directory).execute(run, events.ignore, lambda: False))
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    # on the CPU torch raises a bare RuntimeError
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -13,7 +13,7 @@ from zonal.models import LanguageModel
 from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
 from zonal.report import diagnostics, key_embeddings
-from zonal.store import shortened, write_json
+from zonal.store import shortened, write_checked
 from zonal.tasks.task import Task
 
 ROWS = 8
@@ -41,7 +41,7 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
     finally:
         model.train(training)
     if solved:
-        write_json(
+        write_checked(
             folder / diagnostics.NAME,
             {
                 "schema": diagnostics.SCHEMA,
@@ -54,7 +54,7 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
         shown = tokens.flatten()[seen.to(tokens.device)].cpu()
         groups, group = task.token_groups(shown)
         names = [task.decode([token]) or str(token) for token in shown.tolist()]
-        write_json(
+        write_checked(
             folder / key_embeddings.NAME,
             {
                 "schema": key_embeddings.SCHEMA,

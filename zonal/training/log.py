@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.store import write_error
+from zonal.store import summed, write_error
 
 FILE = "metrics.jsonl"
 _EVENTS = "events.out.tfevents.*"
@@ -92,7 +92,7 @@ class MetricsLog:
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one object; it is in the operating system's hands when this returns."""
-        data = json.dumps(line, allow_nan=False).encode() + b"\n"
+        data = json.dumps(summed(line), allow_nan=False).encode() + b"\n"
         self._digest.update(data)
         with _write_errors(self.path):
             while data:

@@ -473,6 +473,7 @@ class _Run:
         else:
             self._describe_run()
             self.memory = PeakMemory(self.device)
+            self.record.peak_memory_method = self.memory.method
             self._inspect()
             self._write("done")
         self._announce_end(skipped=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zonal.errors import FileFormatError
-from zonal.store import read_json, understood, write_json
+from zonal.store import checked, read_json, understood, write_checked
 from zonal.training import events
 from zonal.typed import check_fields
 
@@ -59,7 +59,7 @@ class RunResult:
 
     def write(self, directory: Path) -> None:
         """Write run.json in ``directory``, atomically."""
-        write_json(directory / FILE, dataclasses.asdict(self))
+        write_checked(directory / FILE, dataclasses.asdict(self))
 
     def ended(self, run: str, *, skipped: bool = False) -> events.RunFinished:
         """The event that ends the run called ``run``. skipped: it had ended before."""
@@ -70,7 +70,7 @@ class RunResult:
     def read(cls, directory: Traversable) -> "RunResult":
         """Read run.json of ``directory``. Raises FileFormatError when it is absent, damaged or of another kind."""
         path = directory / FILE
-        values = read_json(path)
+        values = checked(path, read_json(path))
         names = {each.name for each in dataclasses.fields(cls)}
         if (
             not isinstance(values, Mapping)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zonal.errors import FileFormatError
-from zonal.store import read_record, understood, write_error, write_json
+from zonal.store import read_record, understood, write_checked, write_error
 from zonal.training.checkpoint import Progress, header_of, progress_in
 from zonal.training.processes import SHARDS, Written
 
@@ -49,18 +49,8 @@ def read_index(path: Path, config: dict[str, Any]) -> tuple[Progress, dict[str, 
     Raises: FileFormatError where it is damaged or of another run.
     """
     index = read_record(path / INDEX, SCHEMA, "train", f"Remove {path} to go on from the checkpoint before it.")
-    if index.get("checksum") != _checksum(index):
-        raise FileFormatError(
-            f"train: {path / INDEX} was changed since it was written. Remove {path} to go on from the checkpoint "
-            "before it."
-        )
     with understood("train", path / INDEX):
         return progress_in(path, index, config), dict(index["files"])
-
-
-def _checksum(index: Mapping[str, Any]) -> str:
-    stated = {name: value for name, value in index.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 def check(path: Path, files: Mapping[str, Mapping[str, Any]], part: int, parts: int) -> None:
@@ -182,7 +172,7 @@ class Writer:
                 for rank, one in enumerate(each, start=1)
             }  # fmt: skip
             index = {**header, "files": files}
-            write_json(part / INDEX, {**index, "checksum": _checksum(index)})
+            write_checked(part / INDEX, index)
             os.replace(part, target)
             whole = sorted(each for each in self._folder.iterdir() if _NAME.fullmatch(each.name))
             for old in whole[:-KEPT]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.store import write_json
+from zonal.store import write_checked
 from zonal.training.search.graph import Graph, move_graph
 from zonal.training.search.moves import Move
 from zonal.training.search.regime import Regime
@@ -17,7 +17,7 @@ SCHEMA = 1
 
 def write(directory: Path, spec: SearchSpec, result: SearchResult) -> None:
     """Write findings.json into the folder of a search, atomically."""
-    write_json(directory / FILE, findings(spec, result))
+    write_checked(directory / FILE, findings(spec, result))
 
 
 def findings(spec: SearchSpec, result: SearchResult) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from zonal import workers as parallel
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
-from zonal.store import understood, write_json
+from zonal.store import understood, write_checked
 from zonal.training import events
 from zonal.training.compare import Comparison
 from zonal.training.environment import FolderInUseError, check_threads, surroundings, threads_each, when_free
@@ -95,7 +95,7 @@ class Search:
             if self.threads is None:
                 self.threads = threads_each(number or 1) if threads is None else threads
                 machine = surroundings(torch.device(self.spec.device), self.threads)
-                write_json(self.directory / FILE, {**self.spec.to_dict(), **machine})
+                write_checked(self.directory / FILE, {**self.spec.to_dict(), **machine})
             with parallel.session(number, self.threads) if number != 1 else contextlib.nullcontext():
                 result = _Walk(self, on_event or events.ignore, should_stop, interrupted, number).result()
             findings.write(self.directory, self.spec, result)

@@ -1,0 +1,117 @@
+"""`make faults`: kills, full disks, damaged files, dead workers, little memory, lost ranks, two processes in a folder.
+
+    PYTHONPATH=tests python -m faults.run [--out results/faults/faults.json] [--seed 0] [--share 1.0] [PART …]
+
+Each part draws its faults from the seed and its own name. The record is written after each part. The exit status is 1
+when something failed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
+
+import torch
+import torch._dynamo  # the optimiser imports it lazily; better once than in every child
+from faults.damage import KINDS, damaged
+from faults.kills import full_disks, kills
+from faults.others import dead_workers, little_memory, ranks, two_processes
+from faults.victims import VICTIMS
+from rich.console import Console
+
+import zonal
+import zonal.hf.pipeline
+from zonal import store
+from zonal.cli import app, compare, convert, report, train  # noqa: F401, the same
+from zonal.cli import ingest as _ingest  # noqa: F401, the same
+from zonal.execution import machine
+from zonal.training.environment import commit
+
+CONSOLE = Console(markup=False, highlight=False, soft_wrap=True)
+KILLS, DISKS, DAMAGES, LIMITS, PAIRS, WORKERS, RANKS = 16, 8, 100, 6, 3, 4, 4
+Part = Callable[[Path, float, random.Random], dict[str, Any]]
+
+
+def _shared(share: float, count: int) -> int:
+    return max(1, round(count * share))
+
+
+PARTS: dict[str, Part] = {
+    **{
+        f"kills: {name}": lambda base, share, draw, name=name: kills(name, base, _shared(share, KILLS), draw)
+        for name in VICTIMS
+    },
+    **{
+        f"full disk: {name}": lambda base, share, draw, name=name: full_disks(name, base, _shared(share, DISKS), draw)
+        for name in VICTIMS
+    },
+    **{
+        f"damage: {name}": lambda base, share, draw, name=name: damaged(name, base, _shared(share, DAMAGES), draw)
+        for name in KINDS
+    },
+    **{
+        f"little memory: {name}": lambda base, share, draw, name=name: little_memory(
+            name, base, _shared(share, LIMITS), draw
+        )
+        for name in VICTIMS
+    },
+    **{
+        f"two processes: {name}": lambda base, share, draw, name=name: two_processes(
+            name, base, _shared(share, PAIRS), draw
+        )
+        for name in VICTIMS
+    },
+    "dead workers": lambda base, share, draw: dead_workers(base, _shared(share, WORKERS), draw),
+    "ranks": lambda base, share, draw: ranks(base, _shared(share, RANKS), draw),
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"beginnings of {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, help="the record to write, such as results/faults/faults.json")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=float, default=1.0, help="of the faults of a full run")
+    options = parser.parse_args(words)
+    chosen = [name for name in PARTS if name.startswith(tuple(options.parts or [""]))]
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="zonal-faults-") as folder:
+        base = Path(folder)
+        for name in chosen:
+            began = time.perf_counter()
+            found[name] = PARTS[name](base, options.share, random.Random(f"{options.seed} {name}"))
+            found[name]["seconds"] = round(time.perf_counter() - began, 1)
+            CONSOLE.print(f"{name}: {json.dumps(found[name], ensure_ascii=False)}")
+            if options.out is not None:
+                store.write_json(options.out, record(found, options))
+    return 1 if any(each["failures"] for each in found.values()) else 0
+
+
+def record(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What the file holds."""
+    return {
+        "command": f"PYTHONPATH=tests python -m faults.run --share {options.share:g} --seed {options.seed} "
+        f"--out {options.out}",
+        "commit": commit(),
+        "seed": options.seed,
+        "kills": sum(each.get("kills", 0) for each in found.values()),
+        "failures": sum(len(each["failures"]) for each in found.values()),
+        "seconds": round(sum(each["seconds"] for each in found.values())),
+        "parts": found,
+        "versions": {"zonal": zonal.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "processor": machine.machine_for(torch.device("cpu")).name,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
