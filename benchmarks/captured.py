@@ -71,19 +71,10 @@ def opened(call: str, path: Path, implementation: str) -> tuple[Any, Any]:
 
     Raises: ArgumentError, in the name of ``call``, when the package transformers is missing or cannot read the model.
     """
-    library = transformers(call, path)
-    where = (
-        {"pretrained_model_name_or_path": path}
-        if path.is_dir()
-        else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    )
-    try:
-        model = library.AutoModelForCausalLM.from_pretrained(
-            **where, attn_implementation=implementation, dtype=torch.float32
-        )
-        return model.eval(), library.AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, ImportError) as error:
-        raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
+    transformers(call, path)
+    model, tokenizer = importlib.import_module("zonal.hf.pretrained").opened(call, path)
+    model.set_attn_implementation(implementation)
+    return model, tokenizer
 
 
 def transformers(call: str, path: Path) -> Any:

@@ -4,8 +4,6 @@ given.
 
 import json
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_llama import SIZES
 from torch import nn
 
 import zonal
@@ -164,61 +163,39 @@ def test_fidelity_of_a_model(tmp_path: Path) -> None:
                 assert torch.allclose(layer._read_out(y), outputs[layer], atol=1e-12)
 
 
-class StandIn(nn.Module):
-    """A model as transformers gives it: each layer calls the attention function that was registered."""
-
-    def __init__(self, attend: Callable[..., tuple[torch.Tensor, None]]) -> None:
-        super().__init__()
-        self.attend = attend
-        self.given: list[tuple[torch.Tensor, ...]] = []
-        self.outputs: list[torch.Tensor] = []
-
-    def forward(self, ids: torch.Tensor, use_cache: bool) -> None:
-        draw = torch.Generator().manual_seed(int(ids[0, 0]))
-        for _ in range(3):
-            q, k, v = (torch.randn(2, heads, ids.shape[1], 4, generator=draw) for heads in (4, 2, 2))
-            self.given.append((q, k, v))
-            self.outputs.append(self.attend(self, q, k, v, None, scaling=0.3, dropout=0.0)[0])
-
-
 def test_fidelity_of_a_model_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its layers attend with, key heads repeated, and its own attention goes on as it would."""
-    registered: dict[str, Any] = {}
-    made: list[StandIn] = []
-    asked: list[dict[str, Any]] = []
-
-    def model(**arguments: Any) -> StandIn:
-        asked.append(arguments)
-        made.append(StandIn(registered[arguments["attn_implementation"]]))
-        return made[-1]
-
-    library = types.SimpleNamespace(
-        AttentionInterface=types.SimpleNamespace(register=registered.__setitem__),
-        AutoModelForCausalLM=types.SimpleNamespace(from_pretrained=model),
-        AutoTokenizer=types.SimpleNamespace(
-            from_pretrained=lambda **arguments: lambda text: {"input_ids": [ord(letter) for letter in text]}
-        ),
-    )
-    monkeypatch.setitem(sys.modules, "transformers", library)  # type: ignore[arg-type]
-    found = captured.samples(tmp_path / "small.gguf", 7, [3, 1])
-    assert (asked[0]["pretrained_model_name_or_path"], asked[0]["gguf_file"]) == (tmp_path, "small.gguf")
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, vocab_size=32)
+    whole = transformers.LlamaForCausalLM(config).eval()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "the": 1, "of": 2}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole.save_pretrained(tmp_path / "small")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "small")
+    text = captured.novel()
+    ids = torch.tensor(words.encode(text[len(text) // 2 :][:140]).ids[:14]).view(2, 7)
+    given: list[torch.Tensor] = []
+    for layer in whole.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    with torch.no_grad():
+        whole(ids)
+    found = captured.samples(tmp_path / "small", 7, [3, 1])
     assert [name for name, _, _ in found] == ["small, layer 3", "small, layer 1"]
-    q, k, v = made[0].given[2]
-    assert torch.allclose(found[0][1].q, nn.functional.normalize(q[0].double(), dim=-1))
-    assert torch.allclose(found[0][2].k, nn.functional.normalize(k[1].double(), dim=-1).repeat_interleave(2, 0))
-    assert torch.equal(found[0][1].v, v[0].double().repeat_interleave(2, 0))
-    wanted = zonal.attention(q, k, v, mechanisms.softmax(), causal=True, scale=0.3)
-    assert torch.allclose(made[0].outputs[2], wanted.transpose(1, 2), atol=1e-6)
-    (tmp_path / "config.json").write_text("{}")
-    assert len(captured.samples(tmp_path, 5)) == 3
-    assert "gguf_file" not in asked[1]
+    assert found[0][1].q.shape == found[0][1].k.shape == (4, 7, 8)
+    assert torch.equal(found[0][1].k[0], found[0][1].k[1])
+    assert torch.allclose(found[0][1].q.norm(dim=-1), torch.ones(4, 7, dtype=torch.float64))
+    recorded = captured.of_transformers(tmp_path / "small", 7)
+    for (q, k, v), wanted in zip(recorded, given, strict=True):
+        y = zonal.attention(q, k, v, mechanisms.softmax(), causal=True)
+        assert torch.allclose(y.transpose(1, 2).flatten(2), wanted, atol=1e-5)
     with pytest.raises(ArgumentError, match="--layers must be from 1 to 3, received 4"):
-        captured.samples(tmp_path, 5, [4])
+        captured.samples(tmp_path / "small", 5, [4])
     with pytest.raises(ArgumentError, match="more than the middle of the novel has tokens for"):
-        captured.samples(tmp_path, 10**6)
+        captured.samples(tmp_path / "small", 10**6)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ArgumentError, match=r"which the package transformers reads .* pip install transformers"):
-        captured.samples(tmp_path, 5)
+        captured.samples(tmp_path / "small", 5)
 
 
 def test_fidelity_of_files(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def size(count: float) -> str:
     """Bytes for people."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
-            return f"{count / scale:.3g} {unit}"
+            return f"{count / scale:.0f} {unit}" if count >= 100 * scale else f"{count / scale:.3g} {unit}"
     return f"{count:.0f} B"
 
 
