@@ -17,7 +17,7 @@ from benchmarks import common
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.memory import Memory
-from zonal.memory.ridge import GramStatistics
+from zonal.memory.compact import statistics_of
 
 DIM, CHUNK, HEADS = 8, 4096, 1
 QUERIES = 32
@@ -28,6 +28,7 @@ OPERATORS = {
     "decayed": m.retention,
     "windowed": lambda: m.local_global(window=16, far="squared_affine"),
     "ridge": lambda: m.ska(power=1),
+    "compact": lambda: m.ska(power=1, compact=True),
     "fading": lambda: m.ska(power=1, fading=True),
     "keys": lambda: m.softmax(prior=zonal.prior.Window(left=16)),
 }
@@ -126,9 +127,10 @@ def streamed(kind: str, dtype: torch.dtype, tokens: int) -> list[dict[str, Any]]
 
 def condition(memory: Memory) -> float | None:
     """The condition number of G with its ridge; None where nothing is solved."""
-    if not isinstance(memory, GramStatistics):
+    sums = statistics_of(memory)
+    if sums is None:
         return None
-    values = torch.linalg.eigvalsh(memory.regularised(memory.operator.bind(HEADS, HEADS)))
+    values = torch.linalg.eigvalsh(sums.regularised(memory.operator.bind(HEADS, HEADS)))
     return float((values[..., -1] / values[..., 0]).max())
 
 

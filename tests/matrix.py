@@ -48,6 +48,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "ska-0": lambda: m.ska(power=0),
     "ska-1": lambda: m.ska(power=1),
     "ska-2": lambda: m.ska(power=2),
+    "ska-compact": lambda: m.ska(power=1, compact=True),
     "ska-paper": lambda: m.ska(power=1, chunk=4, key_limit=None, running_max=True),
     "ska-fading": lambda: m.ska(power=(0, 2, 1, 1), eps=0.3).replace(prior=prior.Decay(rates=(0.5, 0.9))),
     "ska-mixed": lambda: m.ska(power=(0, 1, 2, 1)),
@@ -177,7 +178,8 @@ RUNS = {
     ),
     ("chunked", "streaming"): (
         "local_global", "local_global-hedgehog", "local_global-learned", "local_global-first",
-        "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk",
+        "ridge", "ska-0", "ska-1", "ska-2", "ska-compact", "ska-paper", "ska-fading", "ska-mixed", "ska-relative",
+        "ridge-chunk",
         "kernel_ridge", "kernel_ridge-sko",
         "kernel_ridge-slay", "kernel_ridge-chunk",
     ),

@@ -7,7 +7,16 @@ from matrix import OPERATORS, randomised
 from torch import Tensor
 
 import zonal
-from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, WindowedSums
+from zonal.memory import (
+    CompactStatistics,
+    DecayedSums,
+    FadingStatistics,
+    FeatureSums,
+    KeyValues,
+    Memory,
+    RidgeStatistics,
+    WindowedSums,
+)  # fmt: skip
 
 BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
 KINDS: dict[str, type[Memory]] = {
@@ -15,6 +24,7 @@ KINDS: dict[str, type[Memory]] = {
     "features": FeatureSums,
     "decayed": DecayedSums,
     "ridge": RidgeStatistics,
+    "compact": CompactStatistics,
     "fading": FadingStatistics,
     "windowed": WindowedSums,
 }
@@ -51,6 +61,7 @@ EXPECTED = {
     "ska-0": "ridge",
     "ska-1": "ridge",
     "ska-2": "ridge",
+    "ska-compact": "compact",
     "ska-paper": "ridge",
     "ridge-chunk": "ridge",
     "ska-mixed": "ridge",

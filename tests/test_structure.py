@@ -352,13 +352,14 @@ FOREIGN = {
     ("zonal.hf.context", "**options"),
     ("zonal.hf.distil", "**others"),
     ("zonal.hf.modeling", "**others"),
+    ("zonal.hf.pretrained", "an except that catches everything"),
     ("zonal.hf.attending", "**others"),
     ("zonal.hf.swap", "**model_kwargs"),
     ("zonal.hf.swap", "**others"),
     ("zonal.names", "**given"),
 }
 """transformers calls what is there with names that change from version to version; what refuses unknown names has to be
-given them.
+given them. Of a damaged model it raises anything, a bare Exception included.
 """
 
 

@@ -349,7 +349,7 @@ def primal_sums(operator: Operator) -> None:
         sums = operator.replace(score=how, link=evidence, prior=priors).for_heads(4).double()
         data = inputs(CASE)
         memory = Memory.empty(sums, 1, 4, CASE.key_dim, CASE.value_dim, torch.float64)
-        assert memory.kind in ("ridge", "fading")
+        assert memory.kind in ("ridge", "compact", "fading")
         y, memory = zonal.attention(data.q, data.k, data.v, sums, causal=True, memory=memory)
         assert isinstance(memory, Memory)
         assert near(y, zonal.attention(data.q, data.k, data.v, sums, causal=True, path="dense"), 1e-7)

@@ -15,7 +15,7 @@ from zonal.execution.call import Call, prepare
 BLOCKED: dict[str, Callable[[], Operator]] = {
     **{name: OPERATORS[name] for name in (
         "linear", "retention", "sko-fractional", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog",
-        "sko-chunk", "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed",
+        "sko-chunk", "ridge", "ska-0", "ska-1", "ska-2", "ska-compact", "ska-paper", "ska-fading", "ska-mixed",
         "ska-relative", "ridge-chunk", "rewa_functional-linear", "kernel_ridge", "kernel_ridge-sko",
         "kernel_ridge-slay", "kernel_ridge-chunk",
     )},

@@ -103,6 +103,8 @@ def _solved(score: Score, link: Link, anchor: Anchor, prior: Sequence[Prior], di
             f"a decay with anchor {name} fades a constant ridge; "
             "use mode='constant', relative=0 and spectral_norm='none', or drop the prior"
         )
+    if anchor.compact:
+        return f"a decay with anchor {name} fades sums in float64; use compact=False, or drop the prior"
     if any(isinstance(p, ChunkCausal | Window) for p in prior):
         return (
             f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined "

@@ -32,7 +32,6 @@ from zonal.execution.paths.dense import dense
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory
-from zonal.memory.ridge import GramStatistics
 
 Result = tuple[Tensor, Memory | None]
 """y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
@@ -212,9 +211,7 @@ def _summed(call: Call) -> Result:
 
 
 def _read_out(call: Call) -> Result:
-    memory = call.memory
-    assert memory is None or isinstance(memory, GramStatistics)
-    return ridge.chunked(call, memory, return_memory=memory is not None)
+    return ridge.chunked(call, call.memory, return_memory=call.memory is not None)
 
 
 def _carried(call: Call) -> Result:

@@ -33,13 +33,14 @@ def ridge(
     chunk: int | None = None,
     relative: float = 0.0,
     fading: bool = False,
+    compact: bool = False,
 ) -> Operator:
     """y_t = C (G + rho I)^-1 q_t: linear ridge regression from keys to values, refitted at every token.
 
-    G = sum z z^T and C = sum v z^T over earlier keys z, clipped to norm <= key_limit. eps, learn_ridge, relative: the
-    ridge rho, as in ``anchor.Ridge``. chunk: read whole chunks of this many earlier tokens only. fading: as in ``ska``.
+    G = sum z z^T and C = sum v z^T over earlier keys z, clipped to norm <= key_limit. eps, learn_ridge, relative,
+    compact: as in ``anchor.Ridge``. chunk: read whole chunks of this many earlier tokens only. fading: as in ``ska``.
 
     Raises: ArgumentError for numbers out of range. Source: Echo (Koopman operators).
     """
-    anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
+    anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative, compact=compact)
     return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, priors(chunk, fading), name="ridge")

@@ -37,12 +37,14 @@ def ska(
     rank: int | None = None,
     preset: Literal["paper"] | None = None,
     eta: float = 1.5,
+    compact: bool = False,
 ) -> Operator:
     """Koopman read-out of the given power: 0 is ``ridge`` times eta. A tuple gives one power per group of heads.
 
     fading: the past decays at a rate that each token sets. rank: r, size of queries and keys per head in a layer (None:
-    that of values). eta: initial gain of the read-out, learned per head. ``preset="paper"`` is the chunk-causal form of
-    the Echo paper: power 2, chunks of 64, the running maximum with eps 1e-3, and keys of any length.
+    that of values). eta: initial gain of the read-out, learned per head. compact: as in ``anchor.Ridge``.
+    ``preset="paper"`` is the chunk-causal form of the Echo paper: power 2, chunks of 64, the running maximum with eps
+    1e-3, and keys of any length.
 
     Raises: ArgumentError for numbers out of range, and for arguments that the preset sets. Source: Echo.
     """
@@ -62,6 +64,7 @@ def ska(
         relative=relative,
         spectral_norm=spectral_norm,
         eta=eta,
+        compact=compact,
     )
     return Operator(
         Dot(scale=1.0, key_limit=key_limit),

@@ -3,6 +3,7 @@ saved.
 """
 
 from zonal.memory.base import Memory
+from zonal.memory.compact import CompactStatistics
 from zonal.memory.criterion import Criterion
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import Form
@@ -15,6 +16,6 @@ from zonal.memory.tokens import Tokens
 from zonal.memory.windowed import WindowedSums
 
 __all__ = [
-    "Criterion", "DecayedSums", "Decoder", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory",
-    "Reading", "RidgeStatistics", "Span", "Tokens", "WindowedSums",
+    "CompactStatistics", "Criterion", "DecayedSums", "Decoder", "FadingStatistics", "FeatureSums", "Form", "KeyValues",
+    "Memory", "Reading", "RidgeStatistics", "Span", "Tokens", "WindowedSums",
 ]  # fmt: skip

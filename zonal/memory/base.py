@@ -57,10 +57,13 @@ class Memory(Readable):
 
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
-        """The smallest kind of memory that is exact: "keys", "features", "decayed", "windowed", "ridge" or "fading"."""
+        """The smallest kind of memory that is exact: "keys", "features", "decayed", "windowed", "ridge" or "fading"; or
+        "compact", if that is declared.
+        """
         operator = operator.for_dim(key_dim)
         if operator.anchor.solves:
-            natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
+            constant = "compact" if getattr(operator.anchor, "compact", False) else "ridge"
+            natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else constant
             return "keys" if statistics_refusal(operator, key_dim) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
@@ -86,7 +89,7 @@ class Memory(Readable):
 
         Args:
             operator: an Operator, or a spec such as "ridge". heads: key heads. dtype: of keys and values; sums are
-            float32 or better (float64 when asked for), ridge statistics always float64.
+            float32 or better (float64 when asked for), ridge statistics that are not compact always float64.
             kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
         """
         operator = operator_of("Memory.empty", operator)

@@ -8,7 +8,7 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
 from zonal.memory import Memory
-from zonal.memory.ridge import GramStatistics
+from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures
 from zonal.nn.attention import Attention
 
@@ -41,13 +41,14 @@ def of_memory(memory: Memory) -> RidgeDiagnostics:
 
 def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
     """(G, G + the ridge, M)."""
-    if not isinstance(memory, GramStatistics):
+    found = statistics_of(memory)
+    if found is None:
         raise ArgumentError(
             "diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one "
             f"of kind {memory.kind!r}."
         )
     bound = memory.operator.bind(memory.form.heads, memory.form.heads)
-    whole = memory.settled()
+    whole = found.settled()
     gram, _, shift, _ = whole.whitened(bound)
     return gram, whole.regularised(bound), shift
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal.memory.ridge import GramStatistics
+from zonal.memory.compact import statistics_of
 from zonal.models import LanguageModel
 from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
@@ -140,4 +140,4 @@ def heads(layer: Attention, x: Tensor) -> list[dict[str, Any]]:
 
 
 def _solves(layer: object) -> bool:
-    return isinstance(layer, Attention) and layer.causal and isinstance(layer.empty_memory(1).memory, GramStatistics)
+    return isinstance(layer, Attention) and layer.causal and statistics_of(layer.empty_memory(1).memory) is not None

@@ -1,6 +1,6 @@
 """Anchors that solve with the kernel among keys: ridge read-outs and those after steps of fitted dynamics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -44,7 +44,8 @@ class Ridge(Anchor):
     ``running_max``: rho_t = eps max(m_t^2, 1e-12), with m_t^2 the largest K_ss that a query sees (the Echo paper's
     ridge, made causal). relative: adds relative tr(G_t) / r to rho_t, with G_t the Gram matrix of the visible keys;
     this is a fraction of their mean eigenvalue, for the plain product z.z only. With a ``Decay`` prior the past decays
-    as in ``primal.fading_weights``.
+    as in ``primal.fading_weights``. compact: a memory keeps the factor of G + eps I in float32 in place of sums and an
+    inverse in float64, about a third of the bytes, and solves anew at each read.
 
     Raises: ArgumentError for numbers out of range. Source: Echo, eq. 13 with K = 0.
     """
@@ -54,6 +55,7 @@ class Ridge(Anchor):
     solves = True
     include_self = False
     kv_rows = ("raw_ridge",)
+    later = ("compact",)
     spectral: ClassVar[bool] = False
     """Whether each Koopman step is divided by max(1, its norm)."""
 
@@ -61,12 +63,17 @@ class Ridge(Anchor):
     mode: Literal["constant", "running_max"] = "constant"
     learn_ridge: bool = False
     relative: float = 0.0
+    compact: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         require_positive(f"{name}: eps (the ridge)", self.eps)
         require_one_of(f"{name}: mode", self.mode, ("constant", "running_max"))
         require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
+        require(
+            not (self.compact and self.mode == "running_max"),
+            f"{name}: compact keeps a factor that is made with eps; it needs mode='constant'.",
+        )
         require(
             self.relative >= 0,
             f"{name}: relative (the ridge as a part of tr(G) / r) must be >= 0, received {self.relative}.",

@@ -27,6 +27,7 @@ from zonal.execution.call import Call, empty_memory
 from zonal.execution.paths.scan import Rule, Step
 from zonal.kernels.op import no_second_derivative
 from zonal.memory import FadingStatistics, RidgeStatistics, Tokens
+from zonal.memory.compact import statistics_of
 from zonal.memory.fading import directions, given_back
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.ridge import previous_keys, read_out, rows_of
@@ -50,7 +51,7 @@ def by_torch(call: Call, tokens: Tokens, before: Statistics | None, block: int |
     queries, keys = call.q.shape[2], tokens.length
     if call.causal and queries == 0:
         return call.q[..., :1].expand(*call.q.shape[:3], call.v.shape[3])  # no rows, but part of the graph
-    begun = cast(Statistics, empty_memory(call)) if before is None else before
+    begun = cast(Statistics, statistics_of(empty_memory(call))) if before is None else before
     dtype = torch.float64 if begun.fades or _loses_digits(call, tokens, begun) else tokens.k.dtype
     if not call.causal:
         return _free(call, tokens, begun, dtype)

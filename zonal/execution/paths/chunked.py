@@ -18,8 +18,10 @@ from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.features import feature_map
-from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
+from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
+from zonal.memory.compact import statistics_of
 from zonal.memory.refusals import features_refusal, statistics_refusal
+from zonal.memory.summed import Summed
 from zonal.memory.sums import anchored, carried, least_of, with_mass
 from zonal.memory.tokens import joined
 
@@ -77,7 +79,7 @@ def chunked(
         return F.pad(y, (0, 0, idle, 0)), after
     final = None
     if call.tags.solves:
-        y = ridge_by_torch(call, tokens, cast(Statistics | None, before), block)
+        y = ridge_by_torch(call, tokens, cast(Statistics | None, statistics_of(before)), block)
     else:
         y, final = _sums(call, tokens, before, block, return_memory)
     y = call.scaled(y)
@@ -99,7 +101,7 @@ def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
         k=tokens.k.to(torch.promote_types(tokens.k.dtype, dtype)),
         v=tokens.v.to(torch.promote_types(tokens.v.dtype, dtype)),
     )
-    if isinstance(memory, FeatureSums | RidgeStatistics) and memory.pending is not None:
+    if isinstance(memory, Summed) and memory.pending is not None:
         waiting = memory.pending.map(lambda x: x.to(tokens.k.dtype) if x.dtype.is_floating_point else x)
         return joined(waiting, tokens), memory.committed()
     return tokens, memory

@@ -17,7 +17,7 @@ from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory
-from zonal.memory.ridge import GramStatistics
+from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
@@ -58,7 +58,7 @@ def cuda_refusal(call: Call) -> Reason:
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
-def chunked(call: Call, memory: GramStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
+def chunked(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
     """y (B, H, T, P) for a call that is not refused, and if asked the memory that follows ``memory``.
 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On
@@ -75,7 +75,7 @@ def chunked(call: Call, memory: GramStatistics | None, *, return_memory: bool) -
     if white is not None:
         q, k = white.whitened(q), white.whitened(k)
     scale, rho, spec = _numbers(call, anchor, clipped)
-    earlier = memory if memory is not None and memory.count else None
+    earlier = statistics_of(memory) if memory is not None and memory.count else None
     before, passed = Before(), None
     if earlier is not None:
         before, passed = Before(*earlier.whitened(call.bound), earlier.level), earlier.real

@@ -18,9 +18,10 @@ from zonal.execution.paths import steps
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, WindowSteps
 from zonal.kernels.build import BuildError
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens, WindowedSums
+from zonal.memory import DecayedSums, KeyValues, Memory, Tokens, WindowedSums
 from zonal.memory.refusals import features_refusal
 from zonal.memory.ridge import GramStatistics
+from zonal.memory.summed import Summed
 from zonal.memory.sums import Sums
 
 Steps = SumsSteps | RidgeSteps | WindowSteps
@@ -165,7 +166,7 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
         assert isinstance(grown, KeyValues)
         return grown.newest(q, call.bound, call.include_self), grown
     if call.chunk is not None:
-        assert isinstance(memory, FeatureSums | RidgeStatistics)
+        assert isinstance(memory, Summed)
         return memory.committed().lookup(q, call.bound), memory.extended(token)
     if call.include_self:
         memory = memory.extended(token)
