@@ -2,11 +2,14 @@
 
 Each kind of memory takes a stream in chunks, and the tokens before each power of ten by steps of a decoder. A twin
 takes the same numbers in float64, in chunks only. Drift is the largest difference between what both read for fixed
-queries, relative to the largest number read.
+queries, relative to the largest number read. Times are medians of processor time since the mark before: of a chunk, and
+of a step.
 """
 
 import copy
 import sys
+import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -67,6 +70,10 @@ def main(argv: list[str] | None = None) -> int:
             summary = {
                 "largest drift of a stream": max(row["drift"] for row in rows if row["part"] == "stream"),
                 "largest drift of merges": max((row["drift"] for row in rows if row["part"] == "merges"), default=None),
+                "largest growth of times since 100,000 tokens": max(
+                    (row[name] / before[name] - 1 for row, before in since(rows) for name in ("chunk_ms", "step_us")),
+                    default=None,
+                ),
                 "bytes are constant": all(
                     row["bytes"] == row["bytes_at_first"] for row in rows if row["part"] == "stream"
                 ),
@@ -74,6 +81,15 @@ def main(argv: list[str] | None = None) -> int:
             settings = {"tokens": options.tokens, "merges": options.merges, "dim": DIM, "chunk": CHUNK}
             common.report(options.out, "soak", options.about, settings, rows, summary, start)
     return 0
+
+
+def since(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The end of each stream, with the same stream after 100,000 tokens."""
+    streams = [row for row in rows if row["part"] == "stream"]
+    early = {(row["memory"], row["dtype"]): row for row in streams if row["tokens"] == 100_000}
+    most = max((row["tokens"] for row in streams), default=0)
+    ends = [row for row in streams if row["tokens"] == most > 100_000]
+    return [(row, early[row["memory"], row["dtype"]]) for row in ends]
 
 
 def memories(kind: str, dtype: torch.dtype) -> tuple[Memory, Memory]:
@@ -102,17 +118,22 @@ def streamed(kind: str, dtype: torch.dtype, tokens: int) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     stepped = 0
     for mark in marks:
-        steps = steps_before(mark)
+        steps, chunks, single = steps_before(mark), list[float](), list[float]()
         while memory.count < mark:
             left = mark - memory.count
             k, v = stream.next(min(CHUNK, max(left - steps, 0)) or left)
             if left <= steps:
                 decoder = memory.decoder()
                 for at in range(left):
-                    decoder.step(k[:, :, at : at + 1], *(x[:, :, at : at + 1] for x in (k, v)))
+                    token = [x[:, :, at : at + 1] for x in (k, k, v)]
+                    began = time.process_time()
+                    decoder.step(*token)
+                    single.append(time.process_time() - began)
                 memory, stepped = decoder.memory(), stepped + left
             else:
+                began = time.process_time()
                 memory = memory.absorb(k, v)
+                chunks += [time.process_time() - began] * (k.shape[2] == CHUNK)
             twin = twin.absorb(k.double(), v.double())
         first = rows[0]["bytes"] if rows else memory.nbytes
         rows.append(
@@ -120,6 +141,8 @@ def streamed(kind: str, dtype: torch.dtype, tokens: int) -> list[dict[str, Any]]
                 "part": "stream", "memory": kind, "dtype": str(dtype).removeprefix("torch."), "tokens": mark,
                 "by_steps": stepped, "drift": drift(memory, twin), "bound": memory.drift, "bytes": memory.nbytes,
                 "bytes_at_first": first, "condition": condition(memory),
+                "chunk_ms": round(1e3 * median(chunks), 4) if chunks else None,
+                "step_us": round(1e6 * median(single), 2),
             }
         )  # fmt: skip
     return rows
