@@ -84,6 +84,7 @@ class Child:
             sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1, closefd=False) for each in (1, 2))
             os.environ.update(ZONAL_CACHE=str(root / "cache"), TMPDIR=str(root))
             torch.set_num_threads(1)
+            sys.modules["__main__"] = sys.modules[main.__module__]  # workers of multiprocessing import it first
             prepare()
             if fault.memory is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (_in_use() + fault.memory, resource.RLIM_INFINITY))

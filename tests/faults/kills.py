@@ -15,6 +15,7 @@ from faults.victims import VICTIMS, Facts, Victim, leftovers
 
 MOST_IN_A_ROW = 4
 STATUS_OF_MISTAKES = 2
+AMPLE = 1 << 28
 
 
 class Whole(NamedTuple):
@@ -107,10 +108,10 @@ def kills(name: str, base: Path, count: int, draw: random.Random) -> dict[str, A
                     )
                     points.append(fault)
                     ended = place.run(fault)
-                    if not ended.killed:
-                        assert ended.code == 0 or place.victim.again in ended.said, ended.said[-600:]
-                        break
                     facts = place.told(facts, ended)
+                    if not ended.killed:
+                        assert ended.code == 0 or str(place.victim.again) in ended.said, ended.said[-600:]
+                        break
                     killed["after a random time" if by_time else "before a file operation"] += 1
                 place.finish(facts, whole)
         except Exception as error:
@@ -131,7 +132,7 @@ def full_disks(name: str, base: Path, count: int, draw: random.Random) -> dict[s
         size = draw.randrange(4096, whole.size) if small else None
         fault = NONE if small else Fault(full_at=draw.randrange(whole.ended.takings))
         try:
-            with place.fresh(size=whole.size * 4 if small else None):
+            with place.fresh(size=AMPLE if small else None):
                 facts = place.victim.told(place.root)
                 if small:
                     used = os.statvfs(place.root)
@@ -143,7 +144,7 @@ def full_disks(name: str, base: Path, count: int, draw: random.Random) -> dict[s
                     told["on a small file system" if small else "from a file operation on"] += 1
                 facts = place.told(facts, ended)
                 if small:
-                    mount("-o", f"remount,size={whole.size * 4}", str(place.root))
+                    mount("-o", f"remount,size={AMPLE}", str(place.root))
                 place.finish(facts, whole)
         except Exception as error:
             found.append(f"{type(error).__name__}: {error} after {size or fault}")

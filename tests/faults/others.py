@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def little_memory(name: str, base: Path, count: int, draw: random.Random) -> dict[str, Any]:
-    """Give a victim up to half a gigabyte more than is in use. It ends, or says that memory is short, and goes on where
+    """Give a victim 64 KiB to 256 MiB more than is in use. It ends, or says that memory is short, and goes on where
     there is more.
     """
     place = Place(VICTIMS[name], base)
@@ -25,7 +25,7 @@ def little_memory(name: str, base: Path, count: int, draw: random.Random) -> dic
     outcomes = {"finished": 0, "said": 0, "ended by the operating system or another library": 0}
     failures: list[str] = []
     for _ in range(count):
-        fault = Fault(memory=draw.randrange(1 << 29))
+        fault = Fault(memory=int(2 ** draw.uniform(16, 28)))
         try:
             with place.fresh():
                 facts = place.victim.told(place.root)
@@ -78,14 +78,13 @@ def dead_workers(base: Path, count: int, draw: random.Random) -> dict[str, Any]:
         try:
             with place.fresh():
                 running = Child([*place.words, "--workers", "2"], place.root, prepare=place.victim.prepare)
-                until = time.monotonic() + draw.uniform(1, 6)
-                while time.monotonic() < until:
-                    found = workers_of(running.pid)
-                    if found and draw.random() < 0.2:
-                        os.kill(draw.choice(found), signal.SIGKILL)
-                        killed += 1
-                        break
-                    time.sleep(0.02)
+                until = time.monotonic() + 60
+                while not workers_of(running.pid) and time.monotonic() < until:
+                    time.sleep(0.01)
+                time.sleep(draw.uniform(0, 0.5))
+                for worker in workers_of(running.pid)[:1]:
+                    os.kill(worker, signal.SIGKILL)
+                    killed += 1
                 ended = running.ended()
                 if ended.code != 0:
                     sentence_of(ended, "processes died")

@@ -37,7 +37,7 @@ from zonal.execution import machine
 from zonal.training.environment import commit
 
 CONSOLE = Console(markup=False, highlight=False, soft_wrap=True)
-KILLS, DISKS, DAMAGES, LIMITS, PAIRS, WORKERS, RANKS = 16, 8, 100, 6, 3, 4, 4
+KILLS, DISKS, DAMAGES, LIMITS, PAIRS, WORKERS, RANKS = 20, 8, 100, 6, 3, 4, 4
 Part = Callable[[Path, float, random.Random], dict[str, Any]]
 
 
@@ -84,7 +84,7 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     chosen = [name for name in PARTS if name.startswith(tuple(options.parts or [""]))]
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    found, tree = dict[str, Any](), commit()
     with tempfile.TemporaryDirectory(prefix="zonal-faults-") as folder:
         base = Path(folder)
         for name in chosen:
@@ -93,18 +93,21 @@ def main(words: list[str] | None = None) -> int:
             found[name]["seconds"] = round(time.perf_counter() - began, 1)
             CONSOLE.print(f"{name}: {json.dumps(found[name], ensure_ascii=False)}")
             if options.out is not None:
-                store.write_json(options.out, record(found, options))
+                store.write_json(options.out, record(found, options, tree))
     return 1 if any(each["failures"] for each in found.values()) else 0
 
 
-def record(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def record(found: dict[str, Any], options: argparse.Namespace, tree: str) -> dict[str, Any]:
     """What the file holds."""
     return {
         "command": f"PYTHONPATH=tests python -m faults.run --share {options.share:g} --seed {options.seed} "
         f"--out {options.out}",
-        "commit": commit(),
+        "commit": tree,
         "seed": options.seed,
+        "share": options.share,
         "kills": sum(each.get("kills", 0) for each in found.values()),
+        "full_disks": sum(each.get("disks", 0) for each in found.values()),
+        "damages": sum(each.get("damages", 0) for each in found.values()),
         "failures": sum(len(each["failures"]) for each in found.values()),
         "seconds": round(sum(each["seconds"] for each in found.values())),
         "parts": found,
