@@ -58,9 +58,8 @@ def require(call: str, what: str, size: int, device: torch.device | str, advice:
 
 def exhausted(error: BaseException) -> bool:
     """Whether an error says that memory was refused. On the CPU torch raises a bare RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "can't start new thread")
-    )
+    known = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "can't start new thread")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in known)
 
 
 __all__ = ["exhausted", "free", "require"]
