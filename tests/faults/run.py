@@ -7,6 +7,7 @@ when something failed.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,59 +38,37 @@ from zonal.execution import machine
 from zonal.training.environment import commit
 
 CONSOLE = Console(markup=False, highlight=False, soft_wrap=True)
-KILLS, DISKS, DAMAGES, LIMITS, PAIRS, WORKERS, RANKS = 20, 8, 100, 6, 3, 4, 4
-Part = Callable[[Path, float, random.Random], dict[str, Any]]
+Part = Callable[[Path, int, random.Random], dict[str, Any]]
 
 
-def _shared(share: float, count: int) -> int:
-    return max(1, round(count * share))
-
-
-PARTS: dict[str, Part] = {
-    **{
-        f"kills: {name}": lambda base, share, draw, name=name: kills(name, base, _shared(share, KILLS), draw)
-        for name in VICTIMS
-    },
-    **{
-        f"full disk: {name}": lambda base, share, draw, name=name: full_disks(name, base, _shared(share, DISKS), draw)
-        for name in VICTIMS
-    },
-    **{
-        f"damage: {name}": lambda base, share, draw, name=name: damaged(name, base, _shared(share, DAMAGES), draw)
-        for name in KINDS
-    },
-    **{
-        f"little memory: {name}": lambda base, share, draw, name=name: little_memory(
-            name, base, _shared(share, LIMITS), draw
-        )
-        for name in VICTIMS
-    },
-    **{
-        f"two processes: {name}": lambda base, share, draw, name=name: two_processes(
-            name, base, _shared(share, PAIRS), draw
-        )
-        for name in VICTIMS
-    },
-    "dead workers": lambda base, share, draw: dead_workers(base, _shared(share, WORKERS), draw),
-    "ranks": lambda base, share, draw: ranks(base, _shared(share, RANKS), draw),
-}
+def parts() -> Iterator[tuple[str, int, Part]]:
+    """The name of each part, how many faults a full run has of it, and what does them."""
+    for kind, count, do in (
+        ("kills", 20, kills), ("full disk", 8, full_disks), ("little memory", 6, little_memory),
+        ("two processes", 3, two_processes),
+    ):  # fmt: skip
+        yield from ((f"{kind}: {name}", count, functools.partial(do, name)) for name in VICTIMS)
+    yield from ((f"damage: {name}", 100, functools.partial(damaged, name)) for name in KINDS)
+    yield "dead workers", 4, dead_workers
+    yield "ranks", 4, ranks
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"beginnings of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help="beginnings of names, such as kills; all")
     parser.add_argument("--out", type=Path, help="the record to write, such as results/faults/faults.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the faults of a full run")
     options = parser.parse_args(words)
-    chosen = [name for name in PARTS if name.startswith(tuple(options.parts or [""]))]
     torch.set_num_threads(1)
     found, tree = dict[str, Any](), commit()
     with tempfile.TemporaryDirectory(prefix="zonal-faults-") as folder:
         base = Path(folder)
-        for name in chosen:
+        for name, count, do in parts():
+            if not name.startswith(tuple(options.parts or [""])):
+                continue
             began = time.perf_counter()
-            found[name] = PARTS[name](base, options.share, random.Random(f"{options.seed} {name}"))
+            found[name] = do(base, max(1, round(count * options.share)), random.Random(f"{options.seed} {name}"))
             found[name]["seconds"] = round(time.perf_counter() - began, 1)
             CONSOLE.print(f"{name}: {json.dumps(found[name], ensure_ascii=False)}")
             if options.out is not None:
@@ -101,7 +80,7 @@ def record(found: dict[str, Any], options: argparse.Namespace, tree: str) -> dic
     """What the file holds."""
     return {
         "command": f"PYTHONPATH=tests python -m faults.run --share {options.share:g} --seed {options.seed} "
-        f"--out {options.out}",
+        f"--out {options.out}{''.join(f' {part!r}' for part in options.parts)}",
         "commit": tree,
         "seed": options.seed,
         "share": options.share,
@@ -112,7 +91,7 @@ def record(found: dict[str, Any], options: argparse.Namespace, tree: str) -> dic
         "seconds": round(sum(each["seconds"] for each in found.values())),
         "parts": found,
         "versions": {"zonal": zonal.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "processor": machine.machine_for(torch.device("cpu")).name,
+        "processor": machine.name(torch.device("cpu")),
     }
 
 
