@@ -76,6 +76,7 @@ KEPT: dict[str, tuple[str, Any]] = {
     "a pipe for an index of documents": ("models", Damage("context/", "pipe", file=2)),
     "a tokeniser that a library refuses by a bare exception": ("models", Damage("own/", "json", file=3, value=1)),
     "no weights in a folder": ("models", Damage("converted by name/", "gone", file=2)),
+    "queries of no head": ("arguments", Misfit("ridge", (("causal", 1), ("key_padding_mask", 0), ("q", 31)))),
     "potentials that are none": ("arguments", Misfit("sinkhorn", (("start", 24),))),
     "masses that are a list": ("arguments", Misfit("sinkhorn", (("key_mass", 13),))),
     "queries on the device meta": ("arguments", Misfit("softmax", (("k", 28), ("q", 28), ("v", 28)))),

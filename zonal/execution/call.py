@@ -251,10 +251,10 @@ def checked(
         raise ArgumentError(
             f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}."
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
         raise ArgumentError(
-            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). "
-            f"{_ORDER}"
+            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}), and "
+            f"at least one. {_ORDER}"
         )
     batch, _, keys, _ = k.shape
     given = {"key_padding_mask": key_padding_mask, "log_decay": log_decay, "key_bias": key_bias}
