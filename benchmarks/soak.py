@@ -2,8 +2,8 @@
 
 Each kind of memory takes a stream in chunks, and the tokens before each power of ten by steps of a decoder. A twin
 takes the same numbers in float64, in chunks only. Drift is the largest difference between what both read for fixed
-queries, relative to the largest number read. Times are processor times since the mark before, of a chunk and of a step: those that
-a tenth of them are below, as other programs on the machine slow many of them down.
+queries, relative to the largest number read. Times are processor times since the mark before, of a chunk and of a step:
+those that a tenth of them are below, as other programs on the machine slow many of them down.
 """
 
 import copy
