@@ -31,6 +31,9 @@ class CompactStatistics(Summed):
 
     cross S (r, P); factor: the lower triangle of L, row by row (r (r + 1) / 2). For powers past 0 also shift N (r, r),
     and first and last (r), as they are there. eps is that of the declaration, whatever has been learned since.
+
+    ``drift`` is relative to |x| |y| for an entry x . y of G or C, where keys have sqrt(eps) as one more number; for M
+    it is sqrt(r) times that.
     """
 
     kind: ClassVar[str] = "compact"
