@@ -43,8 +43,9 @@ Part = Callable[[Path, int, random.Random], dict[str, Any]]
 
 def parts() -> Iterator[tuple[str, int, Part]]:
     """The name of each part, how many faults a full run has of it, and what does them."""
+    # little memory comes first: later this process has freed memory, which the children of a limit could use
     for kind, count, do in (
-        ("kills", 20, kills), ("full disk", 8, full_disks), ("little memory", 6, little_memory),
+        ("little memory", 6, little_memory), ("kills", 20, kills), ("full disk", 8, full_disks),
         ("two processes", 3, two_processes),
     ):  # fmt: skip
         yield from ((f"{kind}: {name}", count, functools.partial(do, name)) for name in VICTIMS)
