@@ -115,16 +115,16 @@ def ranks(base: Path, count: int, draw: random.Random) -> dict[str, Any]:
     outcomes = {"killed": 0, "slow": 0}
     failures: list[str] = []
     with place.fresh():
-        began = time.monotonic()
         assert torchrun(place).wait() == 0, (place.base / "torchrun.log").read_text(encoding="utf-8")[-2000:]
-        took = time.monotonic() - began
         whole = run_result(place.root / "out")
     for number in range(count):
         lost = number % 2 == 0
         try:
             with place.fresh():
                 running = torchrun(place)
-                time.sleep(draw.uniform(0.4 * took, 0.9 * took))
+                while not (place.root / "out" / "checkpoints").exists() and running.poll() is None:
+                    time.sleep(0.02)
+                time.sleep(draw.uniform(0, 0.3))
                 found = children(running.pid)
                 if found:
                     victim = draw.choice(found)

@@ -14,11 +14,6 @@ from zonal import device_memory, store
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
 
 RECORD = "conversion.json"
-# what transformers, safetensors and tokenizers raise for files that are damaged
-_UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
 
 
 def opened(call: str, path: Path) -> tuple[Any, Any]:
@@ -63,7 +58,7 @@ def readable(call: str, path: str | Path, what: str = "") -> Iterator[None]:
         raise
     except SafetensorError as error:
         raise ArgumentError(f"{call}: a file in {path} is damaged or truncated; copy it again. {error}") from error
-    except _UNREADABLE as error:
+    except Exception as error:
         if device_memory.exhausted(error):
             raise
         detail = str(error) if isinstance(error, OSError | ValueError | ImportError) else repr(error)
