@@ -133,6 +133,23 @@ def test_parts_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -
         other.rmdir()
 
 
+def test_temporary_files_of_safetensors_go_with_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to a file with a name of its own beside the one it was given, which a kill leaves there."""
+
+    def killed(tensors: object, path: Path, metadata: object) -> None:
+        (path.parent / ".tmpABC").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", killed)
+        patch.setattr(store, "_remove", lambda path: None)  # by a kill
+        with pytest.raises(KeyboardInterrupt):
+            store.save_tensors(tmp_path / "x.safetensors", TENSORS, {"kind": "test"})
+    assert list(tmp_path.rglob(".tmpABC"))
+    store.save_tensors(tmp_path / "x.safetensors", TENSORS, {"kind": "test"})
+    assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
+
+
 def test_an_object_has_a_checksum(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     store.write_checked(path, {"schema": 1, "steps": (100, 2.5), "label": "ä"})

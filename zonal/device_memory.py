@@ -56,10 +56,16 @@ def require(call: str, what: str, size: int, device: torch.device | str, advice:
         )
 
 
-def exhausted(error: BaseException) -> bool:
-    """Whether an error says that memory was refused. On the CPU torch raises a bare RuntimeError."""
+def exhausted(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that memory was refused. On the CPU torch raises a bare
+    RuntimeError.
+    """
     known = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory", "can't start new thread")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in known)
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in known):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 __all__ = ["exhausted", "free", "require"]

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write into: it takes the place of ``target`` when the body ends, and vanishes when
     the body fails.
     """
-    with _held_beside(target, lambda made: Path(tempfile.mkdtemp(**made))) as staging:
+    with _held_beside(target) as staging:
         yield staging
         staging.chmod(0o777 & ~_umask())
         os.replace(staging, target)
@@ -52,10 +52,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary_beside(path: Path, over: bool = True) -> Iterator[Path]:
-    """A temporary file in the folder of ``path`` that takes its place on success and vanishes on failure. over: also
-    where there is a file already.
+    """A temporary file, in a folder beside ``path``, that takes its place on success and vanishes on failure. over:
+    also where there is a file already. In a folder, as safetensors has a temporary file of its own beside it.
     """
-    with _held_beside(path, _temporary_file) as temporary:
+    with _held_beside(path) as folder:
+        temporary = folder / path.name
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -71,15 +72,9 @@ def _temporary_beside(path: Path, over: bool = True) -> Iterator[Path]:
         os.replace(temporary, path)
 
 
-def _temporary_file(made: dict[str, Any]) -> Path:
-    handle, name = tempfile.mkstemp(**made)
-    os.close(handle)
-    return Path(name)
-
-
 @contextlib.contextmanager
-def _held_beside(target: Path, make: Callable[[dict[str, Any]], Path]) -> Iterator[Path]:
-    """A new file or folder beside ``target``, locked by this process for as long as the body runs, and then removed if
+def _held_beside(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target``, locked by this process for as long as the body runs, and then removed if
     it has not been moved. Those of processes that were killed, which nobody holds, are removed first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +84,7 @@ def _held_beside(target: Path, make: Callable[[dict[str, Any]], Path]) -> Iterat
                 _remove(left)
     begun = False
     while not begun:  # again where another process has just taken it for one that nobody holds
-        temporary = make({"prefix": f".{target.name}.", "suffix": ".part", "dir": target.parent})
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
         try:
             with _lock(temporary) as held:
                 if held is not False:

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m faults.run [--out results/faults/faults.json] [--seed 0] [--share 1.0] [PART …]
 
-Each part draws its faults from the seed and its own name. The record is written after each part. The exit status is 1
-when something failed.
+Each part draws its faults from the seed and its own name. The record is written after each part. Where parts are named,
+it keeps the others that it has; each has the commit that was tried. The exit status is 1 when something failed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the faults of a full run")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    found, tree = dict[str, Any](), commit()
+    found, tree = before(options), commit()
     with tempfile.TemporaryDirectory(prefix="zonal-faults-") as folder:
         base = Path(folder)
         for name, count, do in parts():
@@ -70,19 +70,26 @@ def main(words: list[str] | None = None) -> int:
                 continue
             began = time.perf_counter()
             found[name] = do(base, max(1, round(count * options.share)), random.Random(f"{options.seed} {name}"))
-            found[name]["seconds"] = round(time.perf_counter() - began, 1)
+            found[name] |= {"seconds": round(time.perf_counter() - began, 1), "commit": tree}
             CONSOLE.print(f"{name}: {json.dumps(found[name], ensure_ascii=False)}")
             if options.out is not None:
-                store.write_json(options.out, record(found, options, tree))
+                store.write_json(options.out, record(found, options))
     return 1 if any(each["failures"] for each in found.values()) else 0
 
 
-def record(found: dict[str, Any], options: argparse.Namespace, tree: str) -> dict[str, Any]:
+def before(options: argparse.Namespace) -> dict[str, Any]:
+    """Where some parts are named: the others, as the record has them."""
+    if not options.parts or options.out is None or not options.out.exists():
+        return {}
+    return store.read_json(options.out)["parts"]
+
+
+def record(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What the file holds."""
+    names = [name for name, _, _ in parts() if name in found]
     return {
         "command": f"PYTHONPATH=tests python -m faults.run --share {options.share:g} --seed {options.seed} "
-        f"--out {options.out}{''.join(f' {part!r}' for part in options.parts)}",
-        "commit": tree,
+        f"--out {options.out}",
         "seed": options.seed,
         "share": options.share,
         "kills": sum(each.get("kills", 0) for each in found.values()),
@@ -90,7 +97,7 @@ def record(found: dict[str, Any], options: argparse.Namespace, tree: str) -> dic
         "damages": sum(each.get("damages", 0) for each in found.values()),
         "failures": sum(len(each["failures"]) for each in found.values()),
         "seconds": round(sum(each["seconds"] for each in found.values())),
-        "parts": found,
+        "parts": {name: found[name] for name in names},
         "versions": {"zonal": zonal.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "processor": machine.name(torch.device("cpu")),
     }

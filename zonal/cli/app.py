@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # what the operating system refuses lies outside of the program: a folder without rights, a file system that is
         # read only
         return _mistake(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
-    except (MemoryError, RuntimeError) as error:
-        if not device_memory.exhausted(error):
-            raise
-        return _mistake(f"out of memory ({str(error).splitlines()[0] if str(error) else 'of Python'}). {_LESS}")
+    except Exception as error:
+        if device_memory.exhausted(error):
+            return _mistake(f"out of memory ({str(error).splitlines()[0] if str(error) else 'of Python'}). {_LESS}")
+        raise
 
 
 def _mistake(message: str) -> int:
