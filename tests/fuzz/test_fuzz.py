@@ -42,6 +42,9 @@ KEPT: dict[str, tuple[str, Any]] = {
         seed=33),
     ),
     "a temperature that float32 has not": ("specs", Spec("rewa_riemannian(temperature=1e-320)")),
+    "a bias whose square float32 has not": ("specs", Spec("squared_affine(bias=1e30)")),
+    "a Yat kernel that is infinite in float32": ("specs", Spec("yat(eps=1e-320)")),
+    "random directions that do not fit in memory": ("specs", Spec("rewa_functional(dim=65537)")),
     "sums in float32 read with queries in float64": ("memories", Sequence("squared_affine", (), "float32")),
     **{
         f"{name} is {value}": ("arguments", Misfit("softmax", ((name, index),), entry))

@@ -48,7 +48,7 @@ class Features(Score):
             f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.",
         )
         if self.dim is not None:
-            require_whole("Features: dim", self.dim)
+            require_whole("Features: dim", self.dim, most=8192)
         require_whole("Features: heads", self.heads)
         if self.seed is not None:
             require_whole("Features: seed", self.seed, 0, 2**63 - 1)

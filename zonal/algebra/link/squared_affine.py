@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Derived, Move, row
+from zonal.algebra.declaration import Derived, Move, require, row
 from zonal.algebra.horner import power_sums
 from zonal.algebra.link.base import Link
 from zonal.algebra.score import Params
 from zonal.formula import Formula
+
+_MOST = 1e9
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class SquaredAffine(Link):
 
     bias: float = 0.04
     learn_bias: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            abs(self.bias) <= _MOST,
+            f"SquaredAffine: bias must lie in [-{_MOST:g}, {_MOST:g}], so that sums of its square are numbers in "
+            f"float32, received {self.bias!r}.",
+        )
 
     def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
         if self.learn_bias:

@@ -17,6 +17,7 @@ _FORMULA = Formula(  # c[0] is eps
     triton="zonal.kernels.triton.links:yat",
     domain=(-1.0, 1.0),
 )
+_LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Yat(Link):
 
     def __post_init__(self) -> None:
         require(
-            0 < self.eps < math.inf,
-            f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.",
+            _LEAST <= self.eps < math.inf,
+            f"Yat: eps must be > 0 (the kernel is unbounded at 0), at least {_LEAST:g}, which float32 can add to 2, "
+            f"and finite, received {self.eps}.",
         )
 
     @property
