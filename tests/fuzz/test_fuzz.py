@@ -70,6 +70,8 @@ KEPT: dict[str, tuple[str, Any]] = {
     "coefficients that are none": ("files", Damage("memory of a window", "json", place=25, value=21)),
     "sums of an operator without features": ("files", Damage("memory of a window", "json", place=3562, value=8)),
     "complex keys in a window": ("files", Damage("memory of a window", "tensor", file=12, place=1186, value=26)),
+    "spans without ends": ("files", Damage("archive/", "tensor", file=2, place=3)),
+    "a least norm that float32 has not": ("files", Damage("memory of a window", "json", place=22, value=5)),
     "a pipe of pictures": ("files", Damage("images", "pipe")),
     "a shard that is a link to itself": ("files", Damage("corpus/", "link", file=1, value=2)),
     "a line of a log in ten thousand brackets": ("files", Damage("comparison/", "write", file=1, value=10)),

@@ -191,6 +191,9 @@ def _shard(source: Path, entry: dict[str, Any], heads: int) -> Shard:
     if header["checksum"] != entry["checksum"]:
         raise ValueError(f"{entry['file']} belongs to another state of the archive")
     data, spans, sizes, keys = (tensors[name].numpy() for name in ("data", "spans", "sizes", "keys"))
+    shapes = data.shape[1:], spans.shape[1:], sizes.shape[1:], keys.shape[1:]
+    if shapes != ((), (2,), (), ()) or {spans.dtype.kind, sizes.dtype.kind, keys.dtype.kind} != {"i"}:
+        raise ValueError(f"{entry['file']} has tensors of other shapes or types")
     if not (sizes.sum() == len(keys) and len(sizes) == len(spans) and (keys >= 0).all()):
         raise ValueError(f"{entry['file']} has other spans than its memory")
     if (keys >= heads * sums.KEY_DIM).any():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Derived, Move, require_one_of, require_positive, row
+from zonal.algebra.declaration import Derived, Move, require, require_one_of, require_positive, row
 from zonal.algebra.score.base import Clipped, Fused, Params, Score, low_rank, per_head, unit
 from zonal.algebra.score.feature_layer import FeatureLayer
 from zonal.formula import Activation
@@ -142,6 +142,7 @@ class Cosine(Score):
 
     def __post_init__(self) -> None:
         require_positive("Cosine: temperature", self.temperature)
+        require(0 <= self.eps <= 1e30, f"Cosine: eps (a length) must lie in [0, 1e30], received {self.eps!r}.")
 
     @property
     def bound(self) -> float | None:
