@@ -161,6 +161,19 @@ def test_what_is_there_is_not_replaced(folder, packed, tmp_path):
         packing.pack(packed, tmp_path / "y")
 
 
+def test_the_first_of_two_processes_stays(folder, tmp_path, monkeypatch):
+    def other(path, contents):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+
+    monkeypatch.setattr("zonal.report.archive.write", other)
+    monkeypatch.setattr("zonal.report.packing.write_pages", lambda staging: (staging / "comparison.json", None))
+    with pytest.raises(ArgumentError, match="out is there already: another process has written it"):
+        packing.pack(folder, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["theirs"]
+
+
 def killed_at(function, place, act):
     """Run ``act`` in a child process that is killed when it comes to ``function`` of the module ``place``."""
     child = os.fork()

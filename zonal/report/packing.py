@@ -1,5 +1,6 @@
 """The pages of a folder, whatever ran in it, and its packed form: what is kept of an experiment once it is over."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -52,11 +53,16 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             status = json.loads(data)["status"] if name.endswith("/run.json") else "done"
         if status not in ENDED:
             raise ArgumentError(f"pack: {source / name} is {status}. Finish the runs first with --resume {source}.")
-    with store.staged_folder(target) as staging:
-        for name in KEPT:
-            if (source / name).is_file():
-                store.write_bytes(staging / name, (source / name).read_bytes())
-        archive.write(staging / archive.NAME, contents)
-        page, _ = write_pages(staging)
-        page.unlink()
+    try:
+        with store.staged_folder(target) as staging:
+            for name in KEPT:
+                if (source / name).is_file():
+                    store.write_bytes(staging / name, (source / name).read_bytes())
+            archive.write(staging / archive.NAME, contents)
+            page, _ = write_pages(staging)
+            page.unlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
