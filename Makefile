@@ -53,7 +53,7 @@ mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must
 fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: more than 100,000 cases (about half an hour of one core)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.run --out results/fuzz.json
 
-faults: $(STAMP)  ## kills, full disks, damaged files, dead workers, little memory, lost ranks (about half an hour of one core)
+faults: $(STAMP)  ## kills, full disks, damaged files, dead workers, little memory, lost ranks (about 20 minutes of one core)
 	@PYTHONPATH=tests:. $(BIN)/python -m faults.run --out results/faults/faults.json
 
 sanitize: $(STAMP)  ## the compiled CPU kernels under the address and undefined-behaviour sanitizers of g++
