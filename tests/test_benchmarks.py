@@ -25,7 +25,6 @@ from benchmarks import (
     sparse,
     sparse_page,
     tiled,
-    training_step,
 )  # fmt: skip
 from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
@@ -165,25 +164,6 @@ def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(
     monkeypatch.setattr(linear.zonal, "plan", wrong)
     with pytest.raises(common.GateError, match="T=300"):
         linear.main(["--quick", "--out", "-"])
-
-
-def test_the_benchmark_of_training_steps_runs_and_refuses_a_wrong_gradient(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert training_step.main(["--quick", "--out", "-"]) == 0
-    assert "of softmax  linear, demo, T=64" in capsys.readouterr().out
-    whole = training_step.forward_backward
-
-    def wrong(model, parts, dtype):
-        loss = whole(model, parts, dtype)
-        if next(model.parameters()).dtype == torch.float32:
-            for x in model.parameters():
-                x.grad = None if x.grad is None else x.grad * 1.01
-        return loss
-
-    monkeypatch.setattr(training_step, "forward_backward", wrong)
-    with pytest.raises(common.GateError, match="linear"):
-        training_step.main(["--quick", "--out", "-"])
 
 
 def test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel(
