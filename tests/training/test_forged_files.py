@@ -225,7 +225,7 @@ def test_a_folder_without_rights_is_one_line(tmp_path, monkeypatch):
     def refused(*args, **kwargs):
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr("zonal.store.tempfile.mkstemp", refused)
+    monkeypatch.setattr("zonal.store.tempfile.mkdtemp", refused)
     with pytest.raises(FileWriteError, match="Permission denied"):
         write_json(tmp_path / "x.json", 1)
     with pytest.raises(FileWriteError, match="Permission denied"):
