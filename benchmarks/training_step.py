@@ -25,7 +25,7 @@ LAYERS = ("mamba2", "gated_deltanet")
 """Layers with projections and a state of their own, and other numbers of parameters: they are only measured."""
 SHAPES = {
     "demo": {"vocab_size": 256, "dim": 64, "layers": 2, "heads": 2, "conv": 4},
-    "4M": {"vocab_size": 4096, "dim": 192, "layers": 7, "heads": 6, "conv": 4},
+    "4M": {"vocab_size": 4096, "dim": 256, "layers": 4, "heads": 4, "conv": 4},
 }
 TOKENS = 4096
 """Of a batch."""
