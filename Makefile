@@ -50,7 +50,7 @@ test-transformers: $(STAMP)  ## the generic tests of transformers on the models 
 mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must see (about half an hour of one core)
 	@$(BIN)/python tests/mutants/run.py --out results/mutants.json
 
-fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: more than 100,000 cases (about half an hour of one core)
+fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: more than 100,000 cases (half an hour of one core or more)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.run --out results/fuzz.json
 
 faults: $(STAMP)  ## kills, full disks, damaged files, dead workers, little memory, lost ranks (about 20 minutes of one core)

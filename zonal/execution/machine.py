@@ -124,7 +124,7 @@ def synchronise(device: torch.device) -> None:
 def seconds(
     device: torch.device, work: Callable[[], object], repeat: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of ``repeat`` runs one after the other, until all of them are done. clock: on a CPU.
+    """Seconds of ``repeat`` runs one after the other, until all of them are done. clock: what tells the time on a CPU.
 
     On CUDA the time is between events on the stream of the work. It leaves out the wait for the device, but includes
     the time in which the device waits for the next launch, as any call does.

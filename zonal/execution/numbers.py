@@ -6,6 +6,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError
 
+# numbers of a tensor up to which it is kept and compared as a list
 _FEW = 64
 
 

@@ -317,5 +317,3 @@ class Comparison:
 def _executed(directory: str, run: PlannedRun) -> None:
     """A run of the comparison in a folder, in a task."""
     when_free(lambda: Comparison.open(directory).execute(run, events.ignore, lambda: False))
-
-

@@ -24,7 +24,7 @@ from zonal.execution.work.steps import (
     compiled_steps,
     compiled_window_steps,
     steps,
-)  # fmt: skip
+)
 from zonal.execution.work.sums import compiled_sums, compiled_window, sums, window
 
 __all__ = [
