@@ -1,14 +1,16 @@
 """Instruction sets that only tests compile for: the code of wide vectors, on processors that have none.
 
-ZONAL_TEST_SET=wide (or pairs) runs any test with such kernels; surroundings.py puts the set in. They are not optimised:
-a compiler takes a minute to fit tiles of thirty-two registers into sixteen.
+ZONAL_TEST_SET=wide (or pairs, or tiles) runs any test with such kernels; surroundings.py puts the set in. They are not
+optimised: a compiler takes a minute to fit tiles of thirty-two registers into sixteen.
 """
 
 from zonal.kernels.build import SETS, InstructionSet
 
 _AVX2 = next(isa for isa in SETS if isa.name == "avx2")
 _WIDE = (*_AVX2.flags, "-O0", "-DZONAL_LANES=16", "-DZONAL_REGISTERS=32")
+_PAIRS = (*_WIDE, "-DZONAL_PAIRS=1")
 TEST_SETS = {
     "wide": (InstructionSet("wide", "sixteen lanes", _WIDE, _AVX2.needs),),
-    "pairs": (InstructionSet("pairs", "pairs", (*_WIDE, "-DZONAL_PAIRS=1"), _AVX2.needs, pairs=True), _AVX2),
+    "pairs": (InstructionSet("pairs", "pairs", _PAIRS, _AVX2.needs, pairs=True), _AVX2),
+    "tiles": (InstructionSet("tiles", "tiles", (*_PAIRS, "-DZONAL_TILES=1"), _AVX2.needs, pairs=True), _AVX2),
 }

@@ -80,11 +80,38 @@ def passes(file: str, words: str, **variables: str) -> None:
 @pytest.mark.parametrize(
     ("family", "name"),
     # the tile kernel alone multiplies in pairs
-    [(family, name) for family in SUITES for name in ("portable", *TEST_SETS) if name != "pairs" or family == "tile"],
+    [
+        (family, name)
+        for family in SUITES
+        for name in ("portable", *TEST_SETS)
+        if family == "tile" or not TEST_SETS.get(name, build.SETS)[0].pairs or name == "portable"
+    ],
 )
 def test_every_family_equals_its_definition_with_every_set(family: str, name: str) -> None:
     """The same tests, within the same error, with sets that this processor would not choose, and with wide vectors."""
     passes(*SUITES[family], **({"ZONAL_TEST_SET": name} if name in TEST_SETS else {choice.VARIABLE: name}))
+
+
+@pytest.mark.parametrize("name", [None, "tiles", pytest.param("pairs", marks=pytest.mark.full)])
+def test_products_of_whole_numbers_are_exact(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, forward and backward, in whole tiles and in their rests: every sum has all of its terms, once."""
+    if name is not None:
+        monkeypatch.setattr(choice, "SETS", TEST_SETS[name])
+    operator = Operator(score=zonal.score.Dot(scale=1.0), link=zonal.link.Identity(), anchor=anchor.Raw())
+    generator = torch.Generator().manual_seed(0)
+    heads = ((4, 80), (2, 80), (2, 50), (4, 50))  # of q, k, v and the gradient of y
+    q, k, v, dy = (torch.randint(-1, 2, (1, *head, 150), generator=generator).mT.double() for head in heads)
+    padding = torch.rand(1, 150, generator=generator) < 0.9
+    padding[:, :80] = True
+    for mask in (None, padding):
+
+        def run(dtype: torch.dtype, path: str, mask: torch.Tensor | None = mask) -> tuple[torch.Tensor, ...]:
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            y = zonal.attention(*leaves, operator, causal=True, key_padding_mask=mask, path=path)
+            return (y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype)))
+
+        expected, found = run(torch.float64, "dense"), run(torch.bfloat16, "tiled")
+        assert all(torch.equal(x.bfloat16(), y) for x, y in zip(expected, found, strict=True))
 
 
 def test_the_portable_set_runs_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +141,8 @@ def test_the_portable_set_runs_in_a_few_seconds(monkeypatch: pytest.MonkeyPatch)
         ("avx512_bf16", "tile", torch.float32, ["avx512", "avx2"]),
         ("avx512_bf16", "tile", torch.bfloat16, ["avx512_bf16", "avx512", "avx2"]),
         ("avx512_bf16", "decode", torch.bfloat16, ["avx512", "avx2"]),
+        ("amx_bf16", "tile", torch.bfloat16, ["amx_bf16", "avx512_bf16", "avx512", "avx2"]),
+        ("amx_bf16", "sums", torch.bfloat16, ["avx512", "avx2"]),
     ],
 )
 def test_candidates_are_what_the_processor_reports(
@@ -206,6 +235,19 @@ def test_features_are_those_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found.append(next(isa.name for isa in build.SETS if isa.needs <= choice.features()))
         choice.features.cache_clear()
     assert found == ["avx512", "avx2", "portable"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process whether it may use tile registers")
+def test_tiles_that_linux_does_not_grant_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their instructions would end the process."""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags\t\t: avx2 amx_bf16 amx_tile\n")
+    for granted in (True, False):
+        choice.features.cache_clear()
+        monkeypatch.setattr(choice, "_tiles_granted", lambda answer=granted: answer)
+        assert ("amx_tile" in choice.features()) is granted
+    monkeypatch.undo()
+    choice.features.cache_clear()
+    assert choice._tiles_granted() is ("amx_tile" in choice.features())
 
 
 # -- the fastest -----------------------------------------------------------------------------------------------------

@@ -47,9 +47,12 @@ class InstructionSet:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _V4 = "-march=x86-64-v4"
+_PAIRS = (_V4, "-mavx512bf16")
 SETS = (
-    InstructionSet("avx512_bf16", "AVX-512 BF16", (_V4, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}, pairs=True),
+    InstructionSet("amx_bf16", "AMX BF16", (*_PAIRS, "-mamx-tile", "-mamx-bf16"), _AMX, pairs=True),
+    InstructionSet("avx512_bf16", "AVX-512 BF16", _PAIRS, _AVX512 | {"avx512_bf16"}, pairs=True),
     InstructionSet("avx512", "AVX-512", (_V4,), _AVX512),
     InstructionSet("avx2", "AVX2", ("-march=x86-64-v3",), _AVX2),
     InstructionSet("portable", "portable"),

@@ -6,6 +6,7 @@ instead, such as ``avx2``.
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import platform
@@ -41,9 +42,16 @@ def features() -> frozenset[str]:
         with contextlib.suppress(OSError):
             for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
                 if line.startswith("flags"):
-                    return frozenset(line.split(":", 1)[1].split())
+                    found = frozenset(line.split(":", 1)[1].split())
+                    return found if "amx_tile" not in found or _tiles_granted() else found - {"amx_tile"}
     known = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability())
     return next((isa.needs for isa in SETS if isa.name == known), frozenset())
+
+
+def _tiles_granted() -> bool:
+    """Whether Linux lets this process use the tile registers of AMX, for which every process has to ask."""
+    ask, number, tile_data = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return ctypes.CDLL(None).syscall(ctypes.c_long(ask), ctypes.c_long(number), ctypes.c_long(tile_data)) == 0
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,10 +3,37 @@
 
 namespace {
 
+#if ZONAL_TILES
+// the distance between neighbours of some rows, or 0 where they lie unevenly
+template <int N, typename T>
+INLINE int64_t distance_of(const T* const (&rows)[N]) {
+  const int64_t distance = rows[1] - rows[0];
+  bool even = true;
+  for (int r = 2; r < N; ++r) even &= rows[r] - rows[r - 1] == distance;
+  return even ? distance : 0;
+}
+#endif
+
 // x[r], y[r] += rows[r] * cols over ``inner`` words of each row, against columns that lie ``step`` numbers apart
 template <int N, typename T>
 INLINE void add_rows(const T* const (&rows)[N], const T* cols, int64_t step, int64_t inner, V (&x)[N], V (&y)[N]) {
-  for (int64_t i = 0; i < inner; ++i) {
+  int64_t i = 0;
+#if ZONAL_TILES
+  if constexpr (N == TILE && PER_WORD<T> == 2) {  // as many words as fill tiles
+    const int64_t distance = inner < TILE ? 0 : distance_of(rows);
+    if (distance != 0) {
+      alignas(64) float out[TILE * C];
+      tile_products(rows[0], distance, cols, step, inner / TILE, out);
+      EACH_ROW {
+        x[r] += load(out + r * C);
+        y[r] += load(out + r * C + L);
+      }
+      i = inner / TILE * TILE;
+      cols += i * step;
+    }
+  }
+#endif
+  for (; i < inner; ++i) {
     const auto first = words(cols), second = words(cols + L * PER_WORD<T>);
     EACH_ROW {
       const auto both = word(rows[r] + i * PER_WORD<T>);
@@ -37,23 +64,33 @@ struct RowsAt {
   const T* operator()(int64_t i) const { return at + (INDEXED ? index[i] : i) * step; }
 };
 
-// sums (N, C) += N neighbouring words of each of ``inner`` rows, from word p on, times that row's column
-template <int N, typename T, bool INDEXED>
+// f(first row, their number as a constant) for tiles of nearly the same height
+template <typename F>
+INLINE void with_each_tile(int64_t rows, const F& f) {
+  const int64_t tiles = (rows + R - 1) / R;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = tile * rows / tiles;
+    with_rows<R>((tile + 1) * rows / tiles - first, [&](auto n) { f(first, n); });
+  }
+}
+
+// sums (N, C) += N neighbouring numbers of each of ``inner`` rows, from number p on, times that row's column
+template <int N, bool INDEXED>
 APART void numbers_by_columns(
-    RowsAt<T, INDEXED> rows, int64_t p, const T* cols, int64_t step, int64_t inner, float* sums) {
+    RowsAt<float, INDEXED> rows, int64_t p, const float* cols, int64_t step, int64_t inner, float* sums) {
   V x[N], y[N];
   EACH_ROW {
     x[r] = load(sums + r * C);
     y[r] = load(sums + r * C + L);
   }
-  rows.at += p * PER_WORD<T>;
+  rows.at += p;
   for (int64_t i = 0; i < inner; ++i) {
-    const T* row = rows(i);
-    const auto first = words(cols), second = words(cols + L * PER_WORD<T>);
+    const float* row = rows(i);
+    const V first = load(cols), second = load(cols + L);
     EACH_ROW {
-      const auto both = word(row + r * PER_WORD<T>);
-      x[r] = add_product(x[r], both, first);
-      y[r] = add_product(y[r], both, second);
+      const V both = spread(row[r]);
+      x[r] += both * first;
+      y[r] += both * second;
     }
     cols += step;
   }
@@ -63,16 +100,27 @@ APART void numbers_by_columns(
   }
 }
 
-// sums (width, C) += ``inner`` rows of ``width`` words times their columns, in tiles of nearly the same height
-template <typename T, bool INDEXED>
+// sums (width, C) += ``inner`` rows of ``width`` numbers times their columns
+template <bool INDEXED>
 void columns_by_columns(
-    RowsAt<T, INDEXED> rows, int64_t width, const T* cols, int64_t step, int64_t inner, float* sums) {
-  const int64_t tiles = (width + R - 1) / R;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t p = tile * width / tiles;
-    with_rows<R>((tile + 1) * width / tiles - p, [&](auto n) {
-      numbers_by_columns<decltype(n)::value>(rows, p, cols, step, inner, sums + p * C);
-    });
+    RowsAt<float, INDEXED> rows, int64_t width, const float* cols, int64_t step, int64_t inner, float* sums) {
+  with_each_tile(width, [&](int64_t p, auto n) {
+    numbers_by_columns<decltype(n)::value>(rows, p, cols, step, inner, sums + p * C);
+  });
+}
+
+// sums (N, C) += rows * cols, as ``rows_by_columns``
+template <int N, typename T>
+APART void add_rows_by_columns(const T* const (&rows)[N], const T* cols, int64_t step, int64_t inner, float* sums) {
+  V x[N], y[N];
+  EACH_ROW {
+    x[r] = load(sums + r * C);
+    y[r] = load(sums + r * C + L);
+  }
+  add_rows<N>(rows, cols, step, inner, x, y);
+  EACH_ROW {
+    store(sums + r * C, x[r]);
+    store(sums + r * C + L, y[r]);
   }
 }
 

@@ -1,7 +1,7 @@
 // Vectors of floats, of pairs of bfloat16, and numbers of 16 bits in memory. All that depends on the instruction set that a source is compiled for is in this file.
 //
-// ZONAL_LANES: floats of a vector. ZONAL_REGISTERS: vector registers. ZONAL_PAIRS: bfloat16 is multiplied in pairs. They follow from the compiler's flags;
-// tests define them, so that the code for a wide set runs on a processor without it.
+// ZONAL_LANES: floats of a vector. ZONAL_REGISTERS: vector registers. ZONAL_PAIRS: bfloat16 is multiplied in pairs. ZONAL_TILES: and in tiles of
+// sixteen by sixteen pairs. They follow from the compiler's flags; tests define them, so that the code for a wide set runs on a processor without it.
 
 #include <algorithm>
 #include <cmath>
@@ -36,6 +36,13 @@
 #define ZONAL_PAIRS 0
 #endif
 #endif
+#ifndef ZONAL_TILES
+#ifdef __AMX_BF16__
+#define ZONAL_TILES 1
+#else
+#define ZONAL_TILES 0
+#endif
+#endif
 
 #define APART __attribute__((noinline))  // on its own the compiler keeps all sums in registers; inside a larger function it spills one
 #define INLINE inline __attribute__((always_inline))
@@ -45,7 +52,8 @@ namespace {
 
 constexpr int L = ZONAL_LANES;                       // floats of a vector
 constexpr int C = 2 * L;                             // queries of a column
-constexpr int R = ZONAL_REGISTERS == 32 ? 12 : 6;    // rows of a register tile: two sums each, beside two columns and a broadcast
+// rows of a register tile: two sums each, beside two columns and a broadcast; or those of the processor's own tiles
+constexpr int R = ZONAL_TILES ? 16 : ZONAL_REGISTERS == 32 ? 12 : 6;
 
 typedef float V __attribute__((vector_size(4 * L), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
@@ -191,6 +199,53 @@ INLINE V add_product(V sum, U a, U b) {
   return sum + reinterpret_cast<const V&>(a_first) * reinterpret_cast<const V&>(b_first);
 #endif
 }
+
+// While it lives, the tile registers of its thread, where the processor has some, hold sixteen rows of sixteen words.
+struct TileRegisters {
+#ifdef __AMX_BF16__
+  // palette 1; from byte 16 on the bytes of a row, two bytes a register; from byte 48 on the rows; registers 0 to 4
+  alignas(64) static constexpr uint8_t SIZES[64] = {
+      1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 0, 0, 0, 0, 0, 0,
+      0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16};
+  TileRegisters() { _tile_loadconfig(SIZES); }
+  ~TileRegisters() { _tile_release(); }
+#else
+  ~TileRegisters() {}
+#endif
+};
+
+#if ZONAL_TILES
+constexpr int TILE = 16;  // rows of a tile, and words of a row
+
+// out (TILE, C) = rows of TILE * count words, ``row_step`` numbers apart, times columns that lie ``step`` numbers apart
+inline void tile_products(const uint16_t* rows, int64_t row_step, const uint16_t* cols, int64_t step, int64_t count, float* out) {
+#ifdef __AMX_BF16__
+  __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t i = 0; i < count; ++i, rows += 2 * TILE, cols += TILE * step) {
+    _tile_loadd(2, rows, 2 * row_step);
+    _tile_loadd(3, cols, 2 * step);
+    _tile_loadd(4, cols + 2 * TILE, 2 * step);
+    _tile_dpbf16ps(0, 2, 3);
+    _tile_dpbf16ps(1, 2, 4);
+  }
+  _tile_stored(0, out, 4 * C);
+  _tile_stored(1, out + TILE, 4 * C);
+#else
+  for (int r = 0; r < TILE; ++r) {
+    V x = V{}, y = V{};
+    for (int64_t i = 0; i < count * TILE; ++i) {
+      const U both = word(rows + r * row_step + 2 * i);
+      x = add_product(x, both, words(cols + i * step));
+      y = add_product(y, both, words(cols + i * step + 2 * L));
+    }
+    store(out + r * C, x);
+    store(out + r * C + L, y);
+  }
+#endif
+}
+#endif
 
 // bfloat16 nearest to x in the upper half of each lane, as ``put`` rounds
 inline U rounded(V x) {

@@ -103,30 +103,62 @@ struct Tile {
     }
   }
 
-  // Such rows as products sum over them: in pairs, neighbours together (keys / 2, width, 2) in ``out``; an odd last one
-  // is paired with zeros.
+  // Such rows as products sum over them. In pairs they are turned into ``out`` (width, KEYS), where the numbers of
+  // neighbouring keys are neighbours; an odd last one is paired with zeros.
   template <typename S>
   static Rows by_keys(
       const S* rows, int64_t step, const int32_t* index, int32_t s0, int32_t s1, int64_t width, T* out) {
     if constexpr (PAIRS) {
-      for (int32_t s = s0; s < s1; s += 2) {
-        const T *first = rows + index[s] * step, *second = s + 1 < s1 ? rows + index[s + 1] * step : nullptr;
-        T* to = out + (s - s0) * width;
-        for (int64_t p = 0; p < width; ++p) {
-          to[2 * p] = first[p];
-          to[2 * p + 1] = second == nullptr ? 0 : second[p];
-        }
-      }
-      return {out, 2 * width, nullptr};
+      const auto row = [&](int32_t s) { return rows + index[s] * step; };
+      int32_t s = s0;
+      for (; s + 8 <= s1; s += 8) turn_eight(row, s, width, out + (s - s0));
+      for (; s < s1; ++s)
+        for (int64_t p = 0; p < width; ++p) out[p * KEYS + s - s0] = row(s)[p];
+      for (int64_t p = 0; p < width && (s1 - s0) % 2; ++p) out[p * KEYS + s1 - s0] = 0;
+      return {out, KEYS, nullptr};
     } else {
       return rows_of(rows, step, index, s0, s1, width, out);
     }
   }
 
+  // eight rows of pairs from the s-th on become columns of ``out``, whose rows are KEYS numbers apart; the width is even
+  template <typename F>
+  static INLINE void turn_eight(const F& row, int32_t s, int64_t width, T* out) {
+    int64_t p = 0;
+    for (; p + 16 <= width; p += 16) {
+      V8 x[8];
+      for (int j = 0; j < 8; ++j) std::memcpy(&x[j], row(s + j) + p, sizeof(V8));
+      transpose(x);  // eight words, which are two numbers each, of eight rows
+      for (int j = 0; j < 8; ++j) {
+        const U8& both = reinterpret_cast<const U8&>(x[j]);
+        T* to = out + (p + 2 * j) * KEYS;
+        *reinterpret_cast<Half8*>(to) = __builtin_convertvector(both & 0xffffu, Half8);
+        *reinterpret_cast<Half8*>(to + KEYS) = __builtin_convertvector(both >> 16, Half8);
+      }
+    }
+    for (; p < width; ++p)
+      for (int j = 0; j < 8; ++j) out[p * KEYS + j] = row(s + j)[p];
+  }
+
   // such rows from the ``keys``-th on, an even one
   static Rows from(const Rows& rows, int64_t keys) {
-    if constexpr (PAIRS) return {rows.at + keys / 2 * rows.step, rows.step, nullptr};
+    if constexpr (PAIRS) return {rows.at + keys, rows.step, nullptr};
     else return {rows.at, rows.step, rows.index + keys};
+  }
+
+  // sums (width, C) += such rows of ``keys`` keys, times columns that lie ``step`` numbers apart
+  static void add_products(
+      const Rows& rows, int64_t width, const T* cols, int64_t step, int64_t keys, float* sums) {
+    if constexpr (PAIRS) {
+      with_each_tile(width, [&](int64_t p, auto n) {
+        constexpr int N = decltype(n)::value;
+        const T* a[N];
+        EACH_ROW a[r] = rows(p + r);
+        add_rows_by_columns<N>(a, cols, step, (keys + 1) / 2, sums + p * C);
+      });
+    } else {
+      columns_by_columns(rows, width, cols, step, keys, sums);
+    }
   }
 
   // weights (keys, C) as columns for values; in pairs they are rounded into ``out``, and their sums are taken
@@ -191,7 +223,7 @@ struct Tile {
     exponentials<!PAIRS>(before, keys, c.P, room.weights, out, column);
 #endif
     const T* columns = as_columns(room.weights, keys, room.words, column);
-    columns_by_columns(Tile::from(values, skipped), c.P, columns, W * C, (keys + W - 1) / W, out);
+    add_products(Tile::from(values, skipped), c.P, columns, W * C, keys, out);
   }
 
   // queries t0 … as a column; lanes past the end are zeros
@@ -218,6 +250,7 @@ struct Tile {
   template <typename S>
   static void forward(
       const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const Shared& shared, Scratch& scratch) {
+    const TileRegisters registers;
     const Head<S> at = head_of<S>(c, b, h, shared);
     constexpr bool WIDENS = !std::is_same_v<S, T>;
     const int64_t columns = (t1 - t0 + C - 1) / C;
@@ -412,7 +445,7 @@ struct Tile {
     if (others.col != nullptr) others.col[key] += sum(change);
   }
 
-  // ``pairs``: all keys in pairs
+  // ``pairs``: all keys as ``by_keys`` turns them, a block of KEYS after the other
   template <typename S>
   static void backward_block(
       const Call& c, const Head<S>& at, const Part& part, int64_t h, int64_t t0, Block& block, const Rows& pairs,
@@ -429,8 +462,8 @@ struct Tile {
     V partial[40], lanes[2 * BANDS];
     if (others.c != nullptr) others.partial = partial;
     others.lanes = lanes;
-    for (int32_t s0 = reach.first / W * W; s0 < reach.last; s0 += KEYS) {
-      const int32_t s1 = std::min(s0 + KEYS, reach.last);
+    for (int32_t s0 = reach.first / W * W, s1; s0 < reach.last; s0 = s1) {
+      s1 = std::min(s0 / KEYS * KEYS + KEYS, reach.last);
       const Keys keys = {rows_of(at.k, at.k_step, at.index, s0, s1, c.D, block.keys), s0};
       const Keys values = {rows_of(at.v, at.v_step, at.index, s0, s1, c.P, block.values), s0};
       for (int k = 0; k < c.learned; ++k) partial[k] = V{};
@@ -453,10 +486,9 @@ struct Tile {
         if (begin >= end) continue;
         const T* changes = PAIRS ? block.changes : block.grads + (begin - s0) * SPAN + i * C;
         Rows rows;
-        if constexpr (PAIRS) rows = Tile::from(pairs, begin);
+        if constexpr (PAIRS) rows = {pairs.at + begin / KEYS * KEYS * c.D + begin % KEYS, KEYS, nullptr};
         else rows = Tile::from(keys.rows, begin - s0);
-        columns_by_columns(
-            rows, c.D, changes, PAIRS ? 2 * C : SPAN, (end - begin + W - 1) / W, block.dq + i * C * c.D);
+        add_products(rows, c.D, changes, PAIRS ? 2 * C : SPAN, end - begin, block.dq + i * C * c.D);
       }
       add_outer<SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, part.dv);
       add_outer<SPAN>(block.grads, block.rows, c.D, at.index + s0, s1 - s0, part.dk);
@@ -474,11 +506,12 @@ struct Tile {
 
   template <typename S>
   static void backward(const Call& c, const Part& part, Scratch& scratch) {
+    const TileRegisters registers;
     constexpr bool WIDENS = !std::is_same_v<S, T>;
     const int64_t D16 = up(c.D, C), P16 = up(c.P, C), groups = c.H / c.Hkv;
     scratch.begin(
         SPAN * (2 * c.D + c.P + D16 + P16 + 5) + KEYS * (2 * SPAN + C) +
-        (PAIRS ? up(c.S, 2) * c.D : WIDENS ? KEYS * (c.D + c.P) : 0));
+        (PAIRS ? up(c.S, KEYS) * c.D : WIDENS ? KEYS * (c.D + c.P) : 0));
     Block block;
     T* numbers = take(scratch, SPAN * c.D);
     float* gains = scratch.take(SPAN);
@@ -496,8 +529,12 @@ struct Tile {
     Rows pairs = {};
     if constexpr (PAIRS) {
       const Head<S> first = head_of<S>(c, part.b, part.kv * groups, part.shared);
-      T* room = take(scratch, up(c.S, 2) * c.D);
-      pairs = by_keys(first.k, first.k_step, first.index, 0, static_cast<int32_t>(c.S), c.D, room);
+      T* room = take(scratch, up(c.S, KEYS) * c.D);
+      for (int32_t s = 0; s < c.S; s += KEYS)
+        by_keys(
+            first.k, first.k_step, first.index, s, static_cast<int32_t>(std::min<int64_t>(s + KEYS, c.S)), c.D,
+            room + s * c.D);
+      pairs = {room, KEYS, nullptr};
     }
     for (int64_t h = part.kv * groups; h < (part.kv + 1) * groups; ++h) {
       const Head<S> at = head_of<S>(c, part.b, h, part.shared);
