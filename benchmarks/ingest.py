@@ -30,7 +30,7 @@ from zonal.training.environment import commit
 
 CALL = "bench ingest"
 WORDS = 150
-QUESTIONS = 400
+QUESTIONS = 200
 FITS = (0.5, 0.6, 0.7)
 
 
