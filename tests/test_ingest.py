@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from zonal.cli import ingest as command
 from zonal.cli import main
 from zonal.data.corpora import novel
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
-from zonal.ingest import archive, folder, sums, text, update
+from zonal.ingest import archive, asking, folder, sums, text, update
 from zonal.workers import mapped
 
 TEXTS = {
@@ -100,6 +101,32 @@ def test_what_is_not_there_is_refused(notes, tmp_path):
     with pytest.raises(ArgumentError, match="least must be above 0"):
         ingest.ask(archive, "mill", least=0)
     assert len(ingest.ask(archive, "the hill, the mill", least=0.1, top=5)) == 2
+
+
+def test_words_weigh_by_the_spans_that_have_them(chapters, tmp_path, monkeypatch):
+    """Not by those with their buckets, which words share that no span has."""
+    archive = ingest.ingest(chapters, tmp_path / "memory", heads=1, size=20).archive
+    spans, buckets = asking.Spans(list(archive.documents().values())), sums.KEY_DIM
+    having = sum("the" in text.words(spans.text(number)) for number in range(len(spans)))
+    assert having > len(spans) / 3
+    shares = text.bucket("the", buckets)
+    absent = next(word for word in (f"qq{n}" for n in range(10_000)) if text.bucket(word, buckets) == shares)
+    weights = asking.weighed(spans, buckets, ["the", absent, "zebulon"])
+    assert weights["the"] == math.log1p(len(spans) / (having + 0.5))
+    assert weights[absent] == weights["zebulon"] == math.log1p(len(spans) / 1.5)
+    monkeypatch.setattr(asking, "READ", 20)
+    some = asking.weighed(spans, buckets, ["the", absent])
+    assert some[absent] == weights[absent]
+    assert 0 < abs(some["the"] - weights["the"]) < 0.3
+
+
+def test_half_of_the_words_is_no_answer(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("The keeper of the lighthouse traded salt for cloth.")
+    archive = ingest.ingest(tmp_path / "texts", tmp_path / "memory", **SMALL).archive
+    assert ingest.ask(archive, "salt, cloth, pepper")[0].missing == ("pepper",)
+    assert ingest.ask(archive, "salt, cloth, pepper, silk") == []
+    assert len(ingest.ask(archive, "salt, cloth, pepper, silk", least=0.4)) == 1
 
 
 def test_sums_are_those_of_the_memory_and_count_its_spans(chapters):

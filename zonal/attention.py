@@ -19,6 +19,7 @@ from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
 from zonal.memory import Memory
 from zonal.memory.alike import check_draws, same_declaration
+from zonal.memory.drifting import warn_of_drift
 from zonal.names import known_names
 from zonal.stretch import active
 from zonal.typed import check_switch
@@ -155,6 +156,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
     call = replace(call, memory=memory, held=Held.of(memory))
     y, after = run(choose(call, path), call)
     assert after is not None
+    warn_of_drift(given.count, after, stacklevel=_CALLER + 1)
     return y, given.recorded(after, call.new_tokens) if given.parts else after
 
 

@@ -115,6 +115,14 @@ def test_a_baseline_has_a_model_of_its_own(tmp_path, monkeypatch, capsys):
     assert "shapes.linear.dim is 32 there and 48 here" in capsys.readouterr().err
 
 
+def test_one_seed_of_a_preset_tries_all_rates():
+    """The presets that screen do so with one seed."""
+    screened = compare.specification(options("--preset echo-1m"), "")
+    assert screened.screening_seeds == 1 < len(screened.seeds)
+    alone = compare.specification(options("--preset echo-1m --seeds 1"), "")
+    assert (alone.screening_seeds, alone.runs_each) == (None, len(screened.learning_rates))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -4,6 +4,7 @@ Each check returns what is wrong on this rank, or None.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import zonal
 from zonal import mechanisms as m
 from zonal.distributed import sequence_parallel
 from zonal.errors import ArgumentError
+from zonal.memory.sent import sent
 from zonal.models import ModelConfig, build
 
 LAYERS = ("mamba2", "ska(power=1)", "softmax", "squared_affine")
@@ -168,7 +170,7 @@ def meshes() -> str | None:
 def bytes_sent() -> str | None:
     """Sums send the same for any number of tokens; keys and values go once to each later rank."""
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    sent: dict[tuple[str, int], int] = {}
+    told: dict[tuple[str, int], int] = {}
     for name in ("linear", "ridge", "ska(fading=True)", "mamba2", "softmax"):
         layer = (
             zonal.nn.Mamba2(16, state=4, head_dim=8) if name == "mamba2" else zonal.nn.Attention(16, 2, name, conv=4)
@@ -176,13 +178,30 @@ def bytes_sent() -> str | None:
         for tokens in (20, 80):
             with sequence_parallel() as parallel, torch.no_grad():
                 layer(torch.zeros(1, tokens // ranks, 16))
-            sent[name, tokens] = parallel.bytes_sent
-        grown = sent[name, 80] - sent[name, 20]
+            told[name, tokens] = parallel.bytes_sent
+        grown = told[name, 80] - told[name, 20]
         each = (80 - 20) // ranks * (2 * (8 + 8) * 4 + 1)  # two heads of keys and values in float32, and a mask
         wanted = (ranks - 1 - rank) * each if name == "softmax" else 0
         if grown != wanted:
-            return f"{name}: {sent[name, 20]} bytes for 20 tokens, {sent[name, 80]} for 80; {wanted} more were expected"
+            return f"{name}: {told[name, 20]} bytes for 20 tokens, {told[name, 80]} for 80; {wanted} more were expected"
     return None
+
+
+def scanned() -> str | None:
+    """A scan takes 1 + log2(ranks - 1) messages, rounded up, and each is one memory."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    distances = [1, *(2**i for i in range(math.ceil(math.log2(ranks - 1))))]
+    messages = sum(rank + distance < ranks for distance in distances)
+    wrong, q = list[str](), torch.zeros(1, 2, 5, 16)  # a memory is larger than all that is sent beside it
+    for name in ("linear", "ridge", "ska(power=1)", "retention"):
+        memory = zonal.Memory.empty(name, batch=1, heads=2, key_dim=16, value_dim=16)
+        each = sum(x.nbytes for x in sent(memory).values())
+        with sequence_parallel() as parallel, torch.no_grad():
+            zonal.attention(q, q, q, name, causal=True)
+        beside = parallel.bytes_sent - messages * each  # the lengths of stretches
+        if not 0 <= beside <= 64 * ranks:
+            wrong.append(f"{name}: {parallel.bytes_sent} bytes; {messages} memories of {each} bytes were expected")
+    return "; ".join(wrong) or None
 
 
 @contextlib.contextmanager
@@ -249,5 +268,6 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "compiled": compiled,
     "meshes": meshes,
     "bytes": bytes_sent,
+    "scanned": scanned,
     "refusals": refusals,
 }

@@ -227,7 +227,7 @@ def refusals(folder: Path) -> str | None:
         ("model.layers", Asked(made, 2, layers=LAYERS[:2]), lambda: None),
         ("bytes are not those written", Asked(made, 2), lambda: second.write_bytes(before[:-1] + b"!")),
         ("is missing or cannot be read", Asked(made, 1), second.unlink),
-        ("was changed since it was written", Asked(made, 2), lambda: _edit(path / shards.INDEX)),
+        ("does not match its contents: it was damaged", Asked(made, 2), lambda: _edit(path / shards.INDEX)),
     ]
     for text, asked, damage in cases:
         damage()

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FAST = (
     "linear/padded", "retention/packed", "squared_affine/plain", "sko/padded", "ska-2/packed", "ska-fading/padded",
     "local_global-first/packed", "softmax/packed", "yat-decay/plain", "softmax-alibi/padded", "softmax-window/plain",
-    "softmax-top/plain", "layer attention/padded", "layer mamba2/packed", "model", "bytes", "silent", "refusals",
+    "softmax-top/plain", "layer attention/padded", "layer mamba2/packed", "model", "bytes", "scanned", "silent",
+    "refusals",
 )  # fmt: skip
 """Each kind of memory and of message, each form of input, and a whole model."""
 

@@ -371,10 +371,17 @@ def test_a_seed_that_tried_one_rate_does_not_choose(tmp_path):
     assert Comparison(tmp_path, spec).best_learning_rates(records) == {"softmax": 0.02}
 
 
-@pytest.mark.parametrize("seeds", [0, 2, 3])
-def test_screening_leaves_a_seed_to_be_run_at_the_chosen_rate(seeds):
-    with pytest.raises(ArgumentError, match=rf"screening_seeds must be at least 1 and below .* \(2\).*got {seeds}"):
+@pytest.mark.parametrize("seeds", [0, 3])
+def test_screening_is_by_seeds_that_are_there(seeds):
+    with pytest.raises(ArgumentError, match=rf"screening_seeds must be at least 1 and at most .* \(2\).*got {seeds}"):
         a_spec(screening_seeds=seeds)
+
+
+def test_screening_by_all_seeds_is_no_screening():
+    screened, whole = a_spec(learning_rates=(1e-3, 1e-2), screening_seeds=2), a_spec(learning_rates=(1e-3, 1e-2))
+    assert screened.screening_seeds is None
+    assert screened.identity() == whole.identity()
+    assert len(screened.runs()) == screened.runs_each * len(screened.operators) == 4 * len(screened.operators)
 
 
 def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monkeypatch):

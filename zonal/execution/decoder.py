@@ -13,6 +13,7 @@ from zonal.execution.numbers import check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import Steps, compiled_steps, first_step, streaming
 from zonal.memory import Decoder, Memory, Tokens
 from zonal.memory.decoding import NOTHING, Given
+from zonal.memory.drifting import tokens_within, warn_of_drift
 from zonal.memory.incoming import prepared
 
 
@@ -31,8 +32,17 @@ class StepDecoder(Decoder):
         self._steps: Steps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
         self._devices = devices_of(memory.operator)
+        self._asked = _next(memory)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
+        y = self._advanced(q, k, v, given, scale)
+        if self.count >= self._asked:
+            memory = self.memory()
+            warn_of_drift(0, memory, stacklevel=5)
+            self._asked = _next(memory)
+        return y
+
+    def _advanced(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
         steps = self._steps if given is NOTHING or self._only_decays(given) else None
         if steps is None or torch.is_autocast_enabled(self._device) or not steps.takes(q, k, v, scale):
             q, k, v = lowered("Decoder.step", q, k, v)
@@ -109,6 +119,12 @@ class StepDecoder(Decoder):
                 f"Decoder.step: at least one token is required, each with a query, received {q.shape[2]} queries and "
                 f"{k.shape[2]} keys."
             )
+
+
+def _next(memory: Memory) -> int:
+    """At how many tokens it is asked again whether to warn of drift."""
+    most = tokens_within(memory)
+    return (memory.count // most + 1) * most
 
 
 __all__ = ["StepDecoder"]

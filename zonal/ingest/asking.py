@@ -1,19 +1,21 @@
 """Questions to an archive: the memory proposes spans, their texts decide."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from zonal.errors import ArgumentError
 from zonal.ingest import sums
 from zonal.ingest.archive import Archive
-from zonal.ingest.text import Read, words
+from zonal.ingest.text import Read, bucket, words
 from zonal.memory.sums import FeatureSums
 
 CANDIDATES = 256
-LEAST = 0.5
+LEAST = 0.6
+READ = 256
+"""Spans that are read, at most, to tell in how many a word is."""
 # words that say little of what is asked; those of other languages are weighed down where they are frequent
 COMMON = frozenset(
     [
@@ -30,7 +32,8 @@ class Answer(NamedTuple):
     """A span that fits a question.
 
     folder, document: the folder that was read, and the path of the document in it. start, end: its characters. text:
-    what they are. fit: the share of the question's words that the span has, each weighed by how few spans have it.
+    what they are. fit: the share of the question's words that the span has, each weighed by how few spans have it
+    (``weighed``).
     missing: the words that it has not.
     """
 
@@ -67,38 +70,78 @@ def ask(
     asked = [word for word in asked if word not in COMMON] or asked
     if not archive.memory.count:
         return []
-    reads = list(archive.documents().values())
-    places, weights = proposed(archive.memory, reads, asked, candidates)
-    ends = np.cumsum([len(read.spans) for read in reads])
+    spans = Spans(list(archive.documents().values()))
+    weights = weighed(spans, archive.heads * sums.KEY_DIM, asked)
     found = []
-    for place in places:
-        document = int(np.searchsorted(ends, place, side="right"))
-        read, span = reads[document], place - int(ends[document] - len(reads[document].spans))
-        text = read.text(span)
+    for place in proposed(archive.memory, spans.reads, asked, candidates):
+        text = spans.text(place)
         there = set(words(text))
         fit = sum(weight for word, weight in weights.items() if word in there) / sum(weights.values())
         if fit >= least:
+            document, span = spans.place(place)
+            read = spans.reads[document]
             start, end = (int(x) for x in read.spans[span])
             missing = tuple(word for word in asked if word not in there)
             found.append(Answer(read.root, read.path, start, end, text, fit, missing))
     return sorted(found, key=lambda each: (-each.fit, len(each.text)))[:top]
 
 
-def proposed(
-    memory: FeatureSums, reads: Sequence[Read], asked: list[str], candidates: int
-) -> tuple[list[int], dict[str, float]]:
-    """The numbers of the spans that the memory takes for the best, and the weights of the words. ``reads``: the
-    documents in the memory, at least one span.
+class Spans:
+    """The spans of documents (at least one), numbered through all of them."""
 
-    A word weighs log(1 + N / (n + 1/2)), for N spans of which n have its bucket. In the memory its row is divided by n:
-    the n values in it are noise to one another, and this weight makes a span with all words stand out the most.
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self.reads = reads
+        self._ends = np.cumsum([len(read.spans) for read in reads])
+        self._decoded: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The number of its document, and its own in there."""
+        document = int(np.searchsorted(self._ends, number, side="right"))
+        return document, number - int(self._ends[document]) + len(self.reads[document].spans)
+
+    def text(self, number: int) -> str:
+        """The text of a span. Each document is decoded once."""
+        document, span = self.place(number)
+        read = self.reads[document]
+        if document not in self._decoded:
+            self._decoded[document] = read.data.decode()
+        start, end = read.spans[span]
+        return self._decoded[document][start:end]
+
+
+def weighed(spans: Spans, buckets: int, asked: Sequence[str]) -> dict[str, float]:
+    """The weight of each word: log(1 + N / (n + 1/2)), for N spans of which n have it. A word that none has weighs as
+    if one had it.
+
+    The spans with its bucket are read to tell n, since words that no span has share buckets with others. Of more than
+    ``READ`` spans so many are read, at even distances.
+    """
+    keys = np.concatenate([read.keys for read in spans.reads])
+    sizes = np.concatenate([read.sizes for read in spans.reads])
+    of = np.repeat(np.arange(len(spans)), sizes)
+    weights = {}
+    for word in asked:
+        places = of[keys == bucket(word, buckets)]
+        some = places[np.linspace(0, len(places) - 1, READ).astype(int)] if len(places) > READ else places
+        having = sum(word in words(spans.text(int(place))) for place in some) / max(len(some), 1) * len(places)
+        weights[word] = math.log1p(len(spans) / (max(having, 1) + 0.5))
+    return weights
+
+
+def proposed(memory: FeatureSums, reads: Sequence[Read], asked: Sequence[str], candidates: int) -> list[int]:
+    """The numbers of the spans that the memory takes for the best. ``reads``: the documents in the memory, at least one
+    span.
+
+    The row of a word is divided by the number n of spans with its bucket: the n values in it are noise to one another,
+    and this weight makes a span with all words stand out the most.
     """
     rows = sums.rows(memory, asked)
-    weights = torch.log1p(memory.count / (rows[:, -1] + 0.5))
     value = (rows[:, : sums.CODE] / rows[:, -1:].clamp_min(1)).sum(0)
     estimates = sums.scores(value, sums.identities(reads))
-    places = estimates.topk(min(candidates, len(estimates))).indices.tolist()
-    return places, dict(zip(asked, weights.tolist(), strict=True))
+    return estimates.topk(min(candidates, len(estimates))).indices.tolist()
 
 
-__all__ = ["CANDIDATES", "COMMON", "LEAST", "Answer", "ask", "proposed"]
+__all__ = ["CANDIDATES", "COMMON", "LEAST", "Answer", "Spans", "ask", "proposed", "weighed"]

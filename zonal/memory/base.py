@@ -18,6 +18,7 @@ from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
+from zonal.memory.drifting import warn_of_drift
 from zonal.memory.form import ENDLESS, FLOATS, Form
 from zonal.memory.incoming import check_tokens, prepared
 from zonal.memory.reading import Readable
@@ -154,11 +155,14 @@ class Memory(Readable):
         tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
         with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
-            if span is None:
-                return self.recorded(whole.extended(tokens), tokens)
-            # added as one sum, as ``forget`` adds the parts that are left
-            after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
-            return self.open(span).recorded(after, tokens).close()
+            # a named span is added as one sum, as ``forget`` adds the parts that are left
+            after = (
+                whole.extended(tokens)
+                if span is None
+                else whole.followed_by(self.start(self.operator, self.form).extended(tokens))
+            )
+            warn_of_drift(self.count, after, stacklevel=4)
+            return self.recorded(after, tokens) if span is None else self.open(span).recorded(after, tokens).close()
 
     @known_names
     def absorb_(
@@ -205,7 +209,9 @@ class Memory(Readable):
         self._check_new(theirs if span is None else [span], "merge")
         if other.parts or span is not None:
             self._at_border("open")
-        return self.together(other, self.unnamed().followed_by(other.unnamed()), span, marks)
+        whole = self.unnamed().followed_by(other.unnamed())
+        warn_of_drift(max(self.count, other.count), whole, stacklevel=5)
+        return self.together(other, whole, span, marks)
 
     def subtract(self, other: "Memory") -> "Memory":
         """The memory as if the other's tokens had not been absorbed: subtract(merge(a, b), a) = b up to rounding.
@@ -377,10 +383,21 @@ class Memory(Readable):
 
         It is the bound of recursive summation, for any order of absorbing, merging and forgetting: u per token, with
         u = 2^-24 in float32 and 2^-53 in float64 (4 u where the past fades), and 8 u for the terms themselves. Most
-        errors cancel, to about the square root of the bound. 0 for kept keys and values.
+        errors cancel, to about the square root of the bound. 0 for kept keys and values. ``absorb``, ``merge``,
+        attention and a decoder's steps warn where it passes 0.25 (``drifting``).
         """
+        return self.drift_each * (self.count + 8)
+
+    @property
+    def drift_each(self) -> float:
+        """What each token adds to ``drift``."""
         dtype = torch.float64 if self.double else self.form.statistics
-        return self.roundings * (self.count + 8) * torch.finfo(dtype).eps / 2
+        return self.roundings * torch.finfo(dtype).eps / 2
+
+    @property
+    def unfaded(self) -> float:
+        """The number of tokens, or of those that have not faded where the past fades."""
+        return self.count
 
     # --- what a kind of memory provides; used by the execution paths on prepared keys and queries ---------------------
 

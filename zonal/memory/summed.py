@@ -100,6 +100,16 @@ class Summed(Memory):
         return self.count - self.padding
 
     @property
+    def unfaded(self) -> float:
+        """``count``, or where the past fades at most 1 / (1 - l), with l the geometric mean of the rates of the head
+        that fades least.
+        """
+        if self.total is None:
+            return self.count
+        mean = float((self.total.detach() / self.real.clamp_min(1)[:, None]).max())
+        return min(self.count, -1 / math.expm1(mean)) if mean < 0 else self.count
+
+    @property
     def summed(self) -> Tensor:
         """Real tokens that are in the sums and do not wait for their chunk to end, (B,)."""
         return self.committed().real
