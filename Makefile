@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-transformers test-ray test-aarch64 test-gpu wheel mutants fuzz faults sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-transformers test-ray test-aarch64 test-amx test-gpu wheel mutants fuzz faults sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -65,6 +65,9 @@ test-ray: $(STAMP)  ## work on two nodes of a Ray cluster on this machine, one o
 
 test-aarch64: $(STAMP)  ## the compiled CPU kernels for another kind of processor, under qemu (some minutes of one core)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/emulated.py
+
+test-amx: $(STAMP)  ## the tile kernel of AMX under an emulator of such a processor; EMULATOR="sde64 -spr --" or another
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/emulated.py --isa amx --cxx g++ --emulator '$(EMULATOR)'
 
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples

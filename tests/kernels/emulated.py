@@ -1,12 +1,15 @@
-"""`make test-aarch64`: the CPU kernels, compiled for another kind of processor, under its emulator.
+"""`make test-aarch64` and `make test-amx`: the CPU kernels, compiled for another processor, under its emulator.
 
     python tests/kernels/emulated.py [--cxx aarch64-linux-gnu-g++] [--emulator qemu-aarch64]
+    python tests/kernels/emulated.py --isa amx --cxx g++ --emulator 'sde64 -spr --'
 
-Calls of every family are recorded here, with all that they read and write, and run again there by emulated.cpp, with
-the portable instruction set. What they leave in memory must agree to four digits.
+Calls are recorded here, with all that they read and write, and run again there by emulated.cpp, with one instruction
+set: of every family with the portable set, in bfloat16 with a set that multiplies it in pairs. ``amx`` is AMX beside
+AVX2, so that an emulator needs no AVX-512. What calls leave in memory must agree to four digits, in bfloat16 to two.
 """
 
 import argparse
+import shlex
 import shutil
 import struct
 import subprocess
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sets import AMX
 from torch import Tensor
 
 import zonal
@@ -26,7 +30,7 @@ from zonal import mechanisms as m
 from zonal.formula import FORMULAS, Formula
 from zonal.kernels import abi, build, decode, native, ridge_decode, tile
 
-KINDS = {torch.float32: b"f", torch.float64: b"d"}
+KINDS = {torch.float32: b"f", torch.float64: b"d", torch.bfloat16: b"h"}
 # The first returns a number and writes nothing. The second compares scores with the least one that forward kept, to the
 # bit, so that it needs a forward pass of its own processor.
 UNCOMPARED = ("zonal_distance_width", "zonal_sparse_backward")
@@ -150,18 +154,36 @@ def calls() -> None:
     torch.autograd.grad(y.square().sum(), x)
 
 
+def calls_in_pairs() -> None:
+    """Calls in bfloat16: whole numbers, of which every product is exact, and softmax and SKO of any numbers."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randint(-1, 2, (1, heads, 150, 80), generator=generator) for heads in (4, 2, 2)]
+    anything = [torch.randn(1, heads, 150, 80, generator=generator) for heads in (4, 2, 2)]
+    linear = zonal.Operator(score=zonal.score.Dot(scale=1.0), link=zonal.link.Identity(), anchor=anchor.Raw())
+    for operator, tensors in ((linear, whole), (m.softmax(), anything), (m.sko(), anything)):
+        q, k, v = (x.bfloat16().requires_grad_() for x in tensors)
+        y = zonal.attention(q, k, v, operator, causal=True, path="tiled")
+        torch.autograd.grad(y, [q, k, v, *operator.parameters()], tensors[0].bfloat16(), allow_unused=True)
+
+
 def main() -> int:
     """Returns 0 when every recorded call gives the same there."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    sets = {isa.name: isa for isa in (*build.SETS, AMX)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cxx", default="aarch64-linux-gnu-g++")
-    parser.add_argument("--emulator", default="qemu-aarch64")
+    parser.add_argument("--emulator", default="qemu-aarch64", help="a command; the program to run follows it")
+    parser.add_argument("--isa", default="portable", choices=list(sets))
     options = parser.parse_args()
-    for tool in (options.cxx, options.emulator):
+    isa, emulator = sets[options.isa], shlex.split(options.emulator)
+    for tool in (options.cxx, *emulator[:1]):
         if shutil.which(tool) is None:
-            sys.exit(f"emulated: {tool} is required (Debian: g++-aarch64-linux-gnu, qemu-user).")
+            sys.exit(
+                f"emulated: {tool} is required (aarch64 on Debian: g++-aarch64-linux-gnu, qemu-user; AMX: Intel's SDE, "
+                "or another emulator that runs programs of Linux)."
+            )
     torch.set_num_threads(1)
     recorder = Recorder()
-    calls()
+    (calls_in_pairs if isa.pairs else calls)()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="zonal-emulated-") as name:
         folder = Path(name)
@@ -171,14 +193,13 @@ def main() -> int:
             kernel, around = build.FOLDER / f"{source}.cpp", Path(__file__).with_suffix(".cpp")
             more = f'#include "{kernel}"\n#define FUNCTIONS {functions}\n#include "{around}"\n'
             text.write_text(build.defines(FORMULAS[link]) + more)
-            subprocess.run(
-                [options.cxx, "-O1", "-w", "-std=c++17", "-static", str(text), "-o", str(driver)], check=True
-            )
+            flags = ("-O1", "-w", "-std=c++17", "-static", *isa.flags)
+            subprocess.run([options.cxx, *flags, str(text), "-o", str(driver)], check=True)
             files = []
             for index, (_, data) in enumerate(records):
                 files.append(folder / f"{link}-{source}-{index}.bin")
                 files[-1].write_bytes(data)
-            command = [options.emulator, str(driver), *map(str, files)]
+            command = [*emulator, str(driver), *map(str, files)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             sys.stdout.write(f"{link} {source}: {' '.join(done.stdout.split())}{done.stderr[-300:]}\n")
             sys.stdout.flush()
