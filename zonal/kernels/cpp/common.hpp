@@ -33,6 +33,9 @@ float inverse_norm(const T* x, int64_t n) {
   return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 0.f;
 }
 
+// 1 / the sum of a row; 0 where float32 has no normal number for it, for its inverse may be infinite, and few of its digits are left
+inline float inverse_sum(float sum) { return std::abs(sum) < std::numeric_limits<float>::min() ? 0.f : 1.f / sum; }
+
 // Rows of width numbers times a factor each, as a column: number d of row i at out[d * C + i]. Calls them by ``rows(i)``; i < count <= C.
 template <typename F>
 INLINE void as_column(const F& rows, const float* factors, int count, int64_t width, float* out) {
@@ -475,7 +478,7 @@ void finish(const Call& c, const int32_t* lows, const int32_t* highs, int64_t b,
       const float mass = sums->mass[lane / L][lane % L];
       const int32_t seen = highs[from + lane] - lows[from + lane];
       float factor = 1.f;
-      if (c.anchor == ROW) factor = mass != 0.f ? 1.f / mass : 0.f;
+      if (c.anchor == ROW) factor = inverse_sum(mass);
       if (c.anchor == COUNT) factor = seen > 0 ? 1.f / seen : 0.f;
       factors[lane] = c.factor[row + lane] = factor;
 #if ZONAL_LOG
