@@ -78,6 +78,9 @@ KEPT: dict[str, tuple[str, Any]] = {
              packed=(0, 1, 2), key_bias=True), "tiled", "bfloat16", seed=320)),
         )
     },
+    "a sum of weights whose inverse float32 has not": (
+        "attention", Attention("hedgehog", row(key_dim=8, value_dim=1), "tiled", values="huge"),
+    ),
     "the end of a window's past is no beginning": (
         "memories", Sequence("local_global-learned", (("steps", 1), ("steps", 1), ("call", 6), ("subtract-end", 4)),
         seed=33),
