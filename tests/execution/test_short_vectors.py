@@ -46,6 +46,20 @@ def test_directions_count_alone(name, path, q_size, k_size, kernels, monkeypatch
         assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", ["yat", "cosine", "sko", "squared_affine", "polynomial_square"])
+@pytest.mark.parametrize(("q_power", "k_power"), [(-66, -67), (-70, 1), (1, -100), (66, 68)])
+def test_directions_count_alone_in_bfloat16(name, q_power, k_power):
+    """Processors that multiply bfloat16 take what is below the normal numbers of float32 for zero."""
+    torch.manual_seed(0)
+    q, k, v, dy = torch.randn(4, 1, 2, 40, 8).bfloat16().unbind(0)
+    operator, q_size, k_size = MAKE[name](), 2.0**q_power, 2.0**k_power
+    y, dq, dk, dv = run(operator, q, k, v, dy, "tiled")
+    scaled = run(operator, q_size * q, k_size * k, v, dy, "tiled")
+    for found, wanted in zip(scaled, (y, dq / q_size, dk / k_size, dv), strict=True):
+        assert torch.isfinite(found).all()
+        assert (found - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("name", ["squared_affine", "polynomial_square", "sko"])
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_decoding_takes_short_vectors(name, kernels, monkeypatch):

@@ -1,11 +1,13 @@
 """Every case that fuzzing has found to fail, and a few new ones of each target: the same in every run."""
 
 import gzip
+import itertools
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz import calls
 from fuzz.calls import Attention, Misfit
 from fuzz.damaged import Damage
 from fuzz.sequences import Sequence
@@ -13,10 +15,18 @@ from fuzz.targets import TARGETS
 from fuzz.texts import Spec
 from hypothesis import HealthCheck, Phase, given, settings
 from matrix import Case
+from torch import Tensor
 
 from zonal.data.images import read_idx
 from zonal.errors import FileFormatError
 from zonal.report import archive
+
+
+def row(**rest: Any) -> Case:
+    """One head, which sees all keys; a row of one key unless said otherwise."""
+    one = {"batch": 1, "heads": 1, "kv_heads": 1, "queries": 1, "keys": 1, "causal": False, "shared": True}
+    return Case(**(one | rest))
+
 
 KEPT: dict[str, tuple[str, Any]] = {
     "a Koopman read-out with padding, of a batch of no rows": (
@@ -36,6 +46,40 @@ KEPT: dict[str, tuple[str, Any]] = {
                  padding="random", key_bias=True, masses=True),
             path="tiled", seed=3,
         ),
+    ),
+    **{
+        f"gradients: {name}": ("attention", case)
+        for name, case in (
+            ("unit vectors of 1e-20 in bfloat16", Attention("cosine", row(queries=2, keys=2, key_dim=2, value_dim=2),
+             "tiled", "bfloat16", "tiny")),
+            ("squares of cosines of 1e-20 in bfloat16", Attention("polynomial_square",
+             Case(batch=1, heads=9, kv_heads=3, queries=70, keys=70, key_dim=2, value_dim=2, causal=False,
+                  packed=(0, 24, 70)), dtype="bfloat16", values="tiny")),
+            ("a point near its key, with a bias of keys", Attention("distance", Case(batch=3, heads=2, kv_heads=2,
+             queries=70, keys=33, key_dim=1, value_dim=1, causal=False, key_bias=True, shared=True))),
+            ("a row of one key", Attention("distance-squared", row(key_dim=1, value_dim=16), "tiled", values="huge")),
+            ("a row of one key, of terms of 1e9", Attention("rewa_operator", row(queries=5, key_dim=33, value_dim=7,
+             causal=True), values="huge")),
+            ("a weight made again from a sum whose logarithm is 5e6", Attention("rewa_operator", row(queries=2,
+             key_dim=3, value_dim=1), "tiled", values="huge")),
+            ("weights made again in a document", Attention("rewa_operator", Case(batch=1, heads=2, kv_heads=2,
+             queries=2, keys=2, key_dim=33, value_dim=1, causal=False, packed=(0, 2), shared=True), "tiled",
+             values="mixed", seed=228)),
+            ("a plan with all keys at their bounds", Attention("sinkhorn-bounded", row(queries=3, keys=2, key_dim=1,
+             value_dim=2), values="huge", seed=1)),
+            ("a share of features", Attention("sko", row(key_dim=1, value_dim=1), "chunked", values="tiny")),
+            ("the strength of a ridge with equal keys", Attention("ska-0", row(batch=2, queries=8, keys=8, key_dim=2,
+             value_dim=1), values="equal")),
+            ("the strength of a kernel ridge with equal keys", Attention("kernel_ridge", row(queries=17, keys=17,
+             key_dim=2, value_dim=2), values="equal")),
+            ("a query that one key decides", Attention("softmax", Case(batch=1, heads=2, kv_heads=2, queries=1, keys=3,
+             key_dim=7, value_dim=33, causal=False, shared=True), "tiled", values="huge", seed=105)),
+            ("documents of one key in bfloat16", Attention("yat", row(queries=2, keys=2, key_dim=7, value_dim=7,
+             packed=(0, 1, 2), key_bias=True), "tiled", "bfloat16", seed=320)),
+        )
+    },
+    "a sum of weights whose inverse float32 has not": (
+        "attention", Attention("hedgehog", row(key_dim=8, value_dim=1), "tiled", values="huge"),
     ),
     "the end of a window's past is no beginning": (
         "memories", Sequence("local_global-learned", (("steps", 1), ("steps", 1), ("call", 6), ("subtract-end", 4)),
@@ -94,6 +138,34 @@ SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets"
 def test_what_failed_once(name: str) -> None:
     target, case = KEPT[name]
     TARGETS[target].check(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "factor", "more"),
+    [
+        (Attention("softmax", Case(), "tiled"), 1.001, 0.0),
+        (Attention("yat", Case(), "tiled"), 1.001, 0.0),
+        (Attention("sko", Case(), "chunked"), 1.001, 0.0),
+        (Attention("distance", Case(key_bias=True)), 1.001, 0.0),
+        (Attention("ska-0", Case(), "chunked"), 1.01, 0.0),
+        (Attention("sinkhorn", Case(causal=False)), 1.1, 0.0),
+        # the gradient of q is zero, a difference of terms of a thousand
+        (Attention("distance-squared", row(key_dim=1, value_dim=16), "tiled", values="huge"), 1.0, 0.5),
+    ],
+    ids=str,
+)
+def test_a_wrong_gradient_is_seen(case: Attention, factor: float, more: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary, runs = calls.results, itertools.count()
+
+    def wrong(*given: Any) -> list[Tensor]:
+        y, dq, *others = ordinary(*given)
+        return [y, dq, *others] if next(runs) else [y, factor * dq + more, *others]  # the first is of the path
+
+    monkeypatch.setattr(calls, "results", wrong)
+    with pytest.raises(AssertionError, match="item 1"):
+        calls.check_attention(case)
+    runs = itertools.count(1)
+    calls.check_attention(case)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -94,7 +94,7 @@ def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = 
         y, mass = total[..., :-1], total[..., -1:]
         if bound.link.positive:
             mass = mass.masked_fill(mass < (0 if least is None else least), float("nan"))
-        empty = mass == 0
+        empty = mass.abs() < torch.finfo(mass.dtype).tiny
         return torch.where(empty, 0, y / torch.where(empty, 1, mass))
     if name == "Count":
         return total * torch.where(count > 0, 1 / count.clamp_min(1).to(total.dtype), 0)

@@ -185,13 +185,18 @@ class SumAnchor(Anchor, abstract=True):
         return state.total * factor, factor
 
 
+def no_sum(mass: Tensor) -> Tensor:
+    """Which sums of rows count as zero: below the smallest normal number they have few digits and no inverse."""
+    return mass.abs() < torch.finfo(mass.dtype).tiny
+
+
 @dataclass(frozen=True)
 class Row(SumAnchor):
     """W = K / sum over visible keys of K.
 
-    Empty rows, and rows whose kernel is zero everywhere, give 0. allow_signed: accept a kernel with negative values,
-    which is an error otherwise. The sum of a row may then be close to zero and its output very large. A negative sum
-    flips the signs of the row, and a sum of exactly zero gives 0. There is no warning.
+    Empty rows give 0, and so do rows whose sum is zero or below the normal numbers of its type (1e-38 in float32).
+    allow_signed: accept a kernel with negative values, which is an error otherwise. The sum of a row may then be close
+    to zero and its output very large. A negative sum flips the signs of the row. There is no warning.
 
     Raises: ArgumentError when an operator with a signed kernel runs without ``allow_signed``.
     """
@@ -202,7 +207,8 @@ class Row(SumAnchor):
     allow_signed: bool = False
 
     def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
-        return torch.where(state.mass != 0, 1 / state.mass, 0)
+        empty = no_sum(state.mass)
+        return torch.where(empty, 0, 1 / torch.where(empty, 1, state.mass))
 
     def weights(self, blocks: Blocks) -> Tensor:
         if blocks.log:
@@ -213,7 +219,7 @@ class Row(SumAnchor):
             kernel = blocks.qk
         mass = kernel.sum(-1, keepdim=True)
         # the inner where keeps 1/0 out of the backward pass, where it would be 0 * inf
-        empty = mass == 0
+        empty = no_sum(mass)
         return torch.where(empty, 0, kernel / torch.where(empty, 1, mass))
 
     def moves(self) -> tuple[Move, ...]:
@@ -334,4 +340,5 @@ __all__ = [
     "State",
     "SumAnchor",
     "TopK",
+    "no_sum",
 ]

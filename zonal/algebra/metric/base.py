@@ -13,12 +13,15 @@ from zonal.formula import Formula, Term
 class DotReduction(NamedTuple):
     """A score as a function of a dot product, for the tile kernels with the link exp: log K = h(scale a(q) . b(k)).
 
-    formula: has h, in log space. extra: how many more numbers a and b have than q and k.
+    formula: has h, in log space. extra: how many more numbers a and b have than q and k. steep: near points have large
+    slopes, and the product, a small difference of large squares in float32, does not tell how near they are; it then
+    serves only where operations of torch are needed and float64 is not to be had, under torch.func.
     """
 
     formula: Formula
     scale: float
     extra: int
+    steep: bool = False
 
 
 class Metric(Declaration, abstract=True):

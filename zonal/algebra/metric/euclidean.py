@@ -90,7 +90,7 @@ class Euclidean(Smooth):
 
     def dot_reduction(self, temperature: float) -> DotReduction:
         # both roots divided by the temperature: it goes into the scale and into eps
-        return DotReduction(replace(_FORMULA, constants=(self.eps / temperature,)), temperature**-2, 2)
+        return DotReduction(replace(_FORMULA, constants=(self.eps / temperature,)), temperature**-2, 2, steep=True)
 
     def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         self.check(k.shape[-1])

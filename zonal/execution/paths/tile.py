@@ -80,7 +80,10 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         return "log priors (decay, ALiBi, key biases) are not in it on CUDA"
     if not call.bias.empty and torch_func.active():
         return "log priors (decay, ALiBi, key biases) are not in it under the transforms of torch.func"
-    extra = 0 if score.dot_reduction is None else score.dot_reduction.extra
+    reduction = score.dot_reduction
+    if reduction is not None and reduction.steep and not torch_func.active():
+        return "a distance of near points is steep, and their squares cancel in its float32"
+    extra = 0 if reduction is None else reduction.extra
     if not extra:
         return too_wide(*call.shape[4:])
     if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <new>
 #include <type_traits>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -31,6 +32,9 @@ float inverse_norm(const T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) total += static_cast<double>(number(x[i])) * number(x[i]);
   return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 0.f;
 }
+
+// 1 / the sum of a row; 0 where float32 has no normal number for it, for its inverse may be infinite, and few of its digits are left
+inline float inverse_sum(float sum) { return std::abs(sum) < std::numeric_limits<float>::min() ? 0.f : 1.f / sum; }
 
 // Rows of width numbers times a factor each, as a column: number d of row i at out[d * C + i]. Calls them by ``rows(i)``; i < count <= C.
 template <typename F>
@@ -474,7 +478,7 @@ void finish(const Call& c, const int32_t* lows, const int32_t* highs, int64_t b,
       const float mass = sums->mass[lane / L][lane % L];
       const int32_t seen = highs[from + lane] - lows[from + lane];
       float factor = 1.f;
-      if (c.anchor == ROW) factor = mass != 0.f ? 1.f / mass : 0.f;
+      if (c.anchor == ROW) factor = inverse_sum(mass);
       if (c.anchor == COUNT) factor = seen > 0 ? 1.f / seen : 0.f;
       factors[lane] = c.factor[row + lane] = factor;
 #if ZONAL_LOG
@@ -507,6 +511,69 @@ int threads() {
 #endif
 }
 
+// ---- vectors of extreme norms ----------------------------------------------------------------------------------------------------------
+
+// Products of queries and keys are summed before norms divide them. They leave the range of float32 where norms are very small or large (and products
+// of bfloat16 have no subnormal numbers). Such calls get copies of queries and keys, each times the power of two that brings it near unit length.
+template <typename T>
+struct Copies {
+  std::vector<T> rows;
+  std::vector<int> powers;
+
+  Copies(const void* from, const Strides& steps, int64_t batch, int64_t heads, int64_t tokens, int64_t dim)
+      : rows(batch * heads * tokens * dim), powers(batch * heads * tokens) {
+    std::vector<float> scaled(dim);
+    for (size_t i = 0; i < powers.size(); ++i) {
+      const int64_t row = static_cast<int64_t>(i);
+      const int64_t b = row / (heads * tokens), h = row / tokens % heads, n = row % tokens;
+      const T* x = static_cast<const T*>(from) + b * steps.batch + h * steps.head + n * steps.token;
+      const float inverse = inverse_norm(x, dim);
+      powers[i] = inverse > 0 ? std::ilogb(inverse) : 0;
+      for (int64_t d = 0; d < dim; ++d) scaled[d] = std::ldexp(number(x[d]), powers[i]);
+      narrow(scaled.data(), dim, rows.data() + row * dim);
+    }
+  }
+
+  // gradients of the copies become those of what they were made of
+  void finish(void* grads, int64_t dim) const {
+    T* x = static_cast<T*>(grads);
+    for (size_t i = 0; i < powers.size(); ++i)
+      for (int64_t d = 0; d < dim; ++d, ++x) put(x, std::ldexp(number(*x), powers[i]));
+  }
+};
+
+inline bool extreme(float inverse) { return inverse > 1e9f || (inverse > 0 && inverse < 1e-9f); }
+
+template <typename T>
+bool any_extreme(const Call& c, const Shared& shared) {
+  if (!c.normalise) return false;
+  for (int64_t i = 0; i < c.B * c.Hkv * c.S; ++i)
+    if (extreme(shared.key_scales[i])) return true;
+  int found = 0;
+  const int64_t rows = c.B * c.H * c.T;
+#pragma omp parallel for schedule(static) reduction(| : found) if (worth_a_team(c))
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* q = static_cast<const T*>(c.q) + i / (c.H * c.T) * c.qs.batch + i / c.T % c.H * c.qs.head + i % c.T * c.qs.token;
+    found |= extreme(inverse_norm(q, c.D));
+  }
+  return found != 0;
+}
+
+// run(call) with copies of queries and keys; gradients, where there are any, become those of the call's own
+template <typename T, typename F>
+int with_copies(const Call& c, const F& run) {
+  const Copies<T> q(c.q, c.qs, c.B, c.H, c.T, c.D), k(c.k, c.ks, c.B, c.Hkv, c.S, c.D);
+  Call call = c;
+  call.q = q.rows.data();
+  call.k = k.rows.data();
+  call.qs = {c.H * c.T * c.D, c.T * c.D, c.D};
+  call.ks = {c.Hkv * c.S * c.D, c.S * c.D, c.D};
+  const int failed = run(call);
+  if (c.dq != nullptr) q.finish(c.dq, c.D);
+  if (c.dk != nullptr) k.finish(c.dk, c.D);
+  return failed;
+}
+
 // every task of the forward pass, shared out over the threads. Returns 0, or 1 when memory ran out.
 template <typename T>
 int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64_t, int64_t, const Shared&, Scratch&)) {
@@ -515,6 +582,7 @@ int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64
   try {
     Scratch room;
     const Shared shared = share<T>(c, room);
+    if (any_extreme<T>(c, shared)) return with_copies<T>(c, [&](const Call& call) { return run_forward<T>(call, task); });
     // enough tasks to keep every thread busy to the end, the long ones first
     int64_t span = COLUMNS * C;
     while (span > C && c.B * c.H * ((c.T + span - 1) / span) < 8 * threads()) span = std::max<int64_t>(C, span / 2);
@@ -600,6 +668,7 @@ int run_backward(
   try {
     Scratch room;
     const Shared shared = share<T>(c, room);
+    if (any_extreme<T>(c, shared)) return with_copies<T>(c, [&](const Call& call) { return run_backward<T>(call, task, finish); });
     std::atomic<int64_t> next{0};
 #pragma omp parallel if (worth_a_team(c)) num_threads(static_cast<int>(c.places))
     {

@@ -494,7 +494,7 @@ void head(const Decoder& c, const Step& step, int64_t task, const float* made, S
         windowed(c, step, task, t, row_of<T>(step.q, step.qs, b, h, t), h, total, query, weights);
       } else if (c.anchor == ROW) {  // a positive link's row whose sum came out negative has cancelled to rounding
         const bool lost = c.positive && total[c.P] < 0.f;
-        factor = lost ? std::numeric_limits<float>::quiet_NaN() : total[c.P] != 0.f ? 1.f / total[c.P] : 0.f;
+        factor = lost ? std::numeric_limits<float>::quiet_NaN() : inverse_sum(total[c.P]);
       }
       if (c.anchor == COUNT) factor = seen > 0 ? 1.f / static_cast<float>(seen) : 0.f;
       T* y = static_cast<T*>(step.y) + ((b * c.H + kv * groups + g) * tokens + t) * c.P;

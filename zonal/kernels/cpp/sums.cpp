@@ -188,10 +188,7 @@ void finish(const Task& task, const Span& span, const Buffers& at) {
       const float* column = at.out + (g * PER + (t - span.t0) / C) * task.width * C;
       const int64_t first = (task.b * c.H + task.head(g)) * c.T + t;
       const auto factor = [&](int64_t i) {
-        if (c.anchor == ROW) {
-          const float mass = column[values * C + i];
-          return mass != 0.f ? 1.f / mass : 0.f;
-        }
+        if (c.anchor == ROW) return inverse_sum(column[values * C + i]);
         if (c.anchor != COUNT) return 1.f;
         const double seen = task.hi[t + i] - task.lo[t + i] + (c.before == nullptr ? 0. : c.before[task.b]);
         return seen > 0 ? static_cast<float>(1. / seen) : 0.f;

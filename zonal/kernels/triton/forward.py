@@ -18,6 +18,7 @@ from zonal.kernels.triton.sizes import padded, power_of_two
 from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
+    SMALLEST,
     Tiling,
     log2_kernel,
     put_rows,
@@ -94,7 +95,8 @@ def absorb(
 def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr):
     """(factor of total, number for backward). They are equal, but a log link with the row anchor keeps log-sum-exp."""
     if traits.anchor == "row":
-        scale = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
+        empty = tl.abs(mass) < SMALLEST
+        scale = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, mass))
         kept = scale
         if traits.log:
             kept = tl.where(mass > 0, (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, float("inf"))

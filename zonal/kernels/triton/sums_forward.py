@@ -18,7 +18,7 @@ from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.sums_near import add_values, marks
 from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
-from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys
+from zonal.kernels.triton.tiles import SMALLEST, put_rows, row_numbers, tile_rows, visible_keys
 
 
 @triton.jit
@@ -143,7 +143,8 @@ def read_kernel(
         key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     if traits.anchor == "row":
-        by = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
+        empty = tl.abs(mass) < SMALLEST
+        by = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, mass))
         if POSITIVE:
             # a sum of what is not negative that comes out negative is nothing but rounding
             by = tl.where(mass < 0, float("nan"), by)

@@ -27,6 +27,8 @@ from zonal.kernels.triton.tilings import Tiling, tiling_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# the smallest normal number of float32: a sum below it counts as none
+SMALLEST: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # only rows of zeros are shorter (see ``levelled``), and their gradients are set to zero afterwards
 SHORTEST: tl.constexpr = tl.constexpr(1e-12)
 
