@@ -10,8 +10,8 @@ from zonal.features import feature_map
 
 # multiply-adds that a feature of a token costs by itself in the kernel of sums
 _FEATURE = 8.0
-# Pairs of tokens take the kernel of sums as long as the kernel of tiles forward, and so many times as long backward: 1.1
-# to 1.3 was measured with heads of 32 and 64 and 512 to 2,048 tokens.
+# pairs of tokens take the kernel of sums as long as the kernel of tiles forward, and so many times as long backward:
+# 1.1 to 1.3 was measured with heads of 32 and 64 and 512 to 2,048 tokens
 _PAIR_BACK = 1.25
 # a token of a head costs by itself, in the kernel of sums, as much as to move so many numbers
 _TOKEN = 320.0
