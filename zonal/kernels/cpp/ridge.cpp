@@ -192,14 +192,14 @@ struct Walk {
     scale(gram, r * up(r, 4), span.keep);
   }
 
-  void put_key(int32_t s, F* to) const {
+  // a key, shortened to the limit; returns its length, which is not asked for in float64 without a limit
+  F put_key(int32_t s, F* to) const {
     const float* k = task.key(s);
-    F scale = 1;
-    if (c.limit > 0) {
-      const F limit = static_cast<F>(c.limit), norm = length<F>(k, r);
-      scale = norm > limit || norm != norm ? limit / norm : F(1);
-    }
+    const F limit = c.limit > 0 ? static_cast<F>(c.limit) : std::numeric_limits<F>::infinity();
+    const F norm = sizeof(F) == 4 || c.limit > 0 ? length<F>(k, r) : F(0);
+    const F scale = norm > limit || norm != norm ? limit / norm : F(1);
     for (int64_t d = 0; d < r; ++d) to[d] = scale * k[d];
+    return std::min(norm, limit);
   }
 
   // Rows of the next block are sent for, some at a time: a processor has ten or twenty on their way, and stands still for more.
@@ -219,11 +219,8 @@ struct Walk {
     else
       for (int64_t d = 0; d < r; ++d) keys[d] = c.last == nullptr ? F(0) : static_cast<F>(c.last[(task.b * c.Hkv + task.kv) * r + d]);
     for (int32_t s = from; s < to; ++s) {
-      put_key(s, keys + (s - from + 1) * rw);
-      if constexpr (sizeof(F) == 4) {
-        const double norm = length<F>(keys + (s - from + 1) * rw, r);
-        longest = std::max(longest, norm * norm);
-      }
+      const double norm = put_key(s, keys + (s - from + 1) * rw);
+      longest = std::max(longest, norm * norm);
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
