@@ -68,7 +68,7 @@ SUMS = (
     "rewa_functional-linear", "sko-chunk", "identity-count", "yat-two-sided", "linear-relu",
     "retention", "sko-alibi", "yat-decay",
 )  # fmt: skip
-DISTANCES = ("distance", "distance-squared", "distance-count")
+DISTANCES = ("distance-squared",)
 FRAMES = ("rewa_categorical", "rewa_categorical-relation")
 RELATIONS = ("rewa_operator", "rewa_operator-path", "rewa_operator-chosen")
 NAMES = (*LOG, *SUMS, *DISTANCES, *FRAMES, *RELATIONS)

@@ -537,11 +537,15 @@ class Angle(metric.Metric):
         ),
         (
             lambda: prepare(
-                Operator(score.NegativeDistance(), link.Exp(), anchor.Row()),
+                Operator(score.NegativeDistance(metric.SquaredEuclidean()), link.Exp(), anchor.Row()),
                 *(torch.randn(1, 1, 4, 255) for _ in range(3)),
                 causal=True,
             ),
             "must be 1 to 254 and 1 to 256",
+        ),
+        (
+            lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *sample(9), causal=True),
+            "squares of such points cancel",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         return "log priors (decay, ALiBi, key biases) are not in it under the transforms of torch.func"
     reduction = score.dot_reduction
     if reduction is not None and reduction.steep and not torch_func.active():
-        return "a distance of near points is steep, and their squares cancel in its float32"
+        return "distances are steep where points are near, and the squares of such points cancel in its float32"
     extra = 0 if reduction is None else reduction.extra
     if not extra:
         return too_wide(*call.shape[4:])
