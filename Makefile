@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := constraints.txt
 # tests start many processes: each reads the bytecode that the first one wrote
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-triton test-transformers test-ray test-aarch64 test-amx test-gpu wheel mutants fuzz faults sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-transformers test-ray test-aarch64 test-amx test-gpu wheel mutants fuzz fuzz-readers faults sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,6 +52,10 @@ mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must
 
 fuzz: $(STAMP)  ## random hostile input to calls, memories, texts and readers: more than 100,000 cases (half an hour of one core or more)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz.run --out results/fuzz.json
+
+fuzz-readers: $(STAMP)  ## texts and files that atheris makes, guided by the lines they reach (a minute or two a reader); installs atheris first
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]" -c constraints.txt
+	@PYTHONPATH=tests $(BIN)/python -m fuzz.guided
 
 faults: $(STAMP)  ## kills, full disks, damaged files, dead workers, little memory, lost ranks (about 20 minutes of one core)
 	@PYTHONPATH=tests:. $(BIN)/python -m faults.run --out results/faults/faults.json

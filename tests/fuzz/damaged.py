@@ -212,12 +212,12 @@ def check_damage(each: Damage) -> None:
             shutil.copytree(source, path)
             files = sorted(found for found in path.rglob("*") if found.is_file())
             changed = files[each.file % len(files)]
-            _change(changed, each)
+            change(changed, each)
             if each.reader == "archive/" and each.change in ("json", "drop", "tensor"):
                 _told(path / ingest.archive.FILE, changed)
         else:
             shutil.copy(source, path)
-            _change(path, each)
+            change(path, each)
         with contextlib.suppress(ZonalError), unopened(folder):
             (READERS | PRETRAINED)[each.reader].read(path)
         assert [found.name for found in Path(folder).iterdir()] == ["here"], "something was written outside the folder"
@@ -242,7 +242,7 @@ def unopened(folder: str) -> Iterator[None]:
         assert all(waiting), "a pipe was opened"
 
 
-def _change(file: Path, each: Damage) -> None:
+def change(file: Path, each: Damage) -> None:
     data = file.read_bytes()
     size = min(len(data), 2000) if file.suffix == ".gguf" else len(data)  # its header, and some weights
     at, value = each.place * size // 10_000, VALUES[each.value]

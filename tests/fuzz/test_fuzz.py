@@ -1,5 +1,6 @@
 """Every case that fuzzing has found to fail, and a few new ones of each target: the same in every run."""
 
+import base64
 import gzip
 import itertools
 import zipfile
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz import calls
+from fuzz import calls, readers
 from fuzz.calls import Attention, Misfit
 from fuzz.damaged import Damage
 from fuzz.sequences import Sequence
@@ -130,6 +131,8 @@ KEPT: dict[str, tuple[str, Any]] = {
     "masses that are a list": ("arguments", Misfit("sinkhorn", (("key_mass", 13),))),
     "queries on the device meta": ("arguments", Misfit("softmax", (("k", 28), ("q", 28), ("v", 28)))),
 }  # fmt: skip
+# what fuzz.guided has found to fail: a target of fuzz.readers, and its bytes in base64
+BYTES: tuple[tuple[str, str], ...] = ()
 SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets": 30, "files": 25, "models": 6,
          "commands": 6}  # fmt: skip
 
@@ -138,6 +141,27 @@ SLICE = {"attention": 12, "arguments": 40, "memories": 8, "specs": 60, "presets"
 def test_what_failed_once(name: str) -> None:
     target, case = KEPT[name]
     TARGETS[target].check(case)
+
+
+def test_bytes_that_failed_once() -> None:
+    for name, data in BYTES:
+        readers.check(name, base64.b64decode(data))
+
+
+@pytest.mark.parametrize("name", ["presets", "criterion", "run/"])
+def test_readers_of_bytes(name: str) -> None:
+    """Good bytes, and changed ones, are read or refused."""
+    for data in readers.seeds(name):
+        readers.check(name, data)
+        for number in range(10):
+            readers.check(name, readers.changed(name, data, number) or data[:number])
+
+
+def test_an_error_of_python_in_a_reader_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = readers.seeds("memory")[0]
+    monkeypatch.setattr("zonal.memory.Memory.read", lambda *_: {}["x"])
+    with pytest.raises(KeyError):
+        readers.check("memory", data)
 
 
 @pytest.mark.parametrize(
