@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra import Operator, definition
+from zonal.algebra.anchor.base import no_sum
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
@@ -94,7 +95,7 @@ def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = 
         y, mass = total[..., :-1], total[..., -1:]
         if bound.link.positive:
             mass = mass.masked_fill(mass < (0 if least is None else least), float("nan"))
-        empty = mass.abs() < torch.finfo(mass.dtype).tiny
+        empty = no_sum(mass)
         return torch.where(empty, 0, y / torch.where(empty, 1, mass))
     if name == "Count":
         return total * torch.where(count > 0, 1 / count.clamp_min(1).to(total.dtype), 0)
