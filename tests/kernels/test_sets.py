@@ -265,7 +265,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[str]:
         ran.append(isa.name)
         now[0] += seconds[isa.name]
 
-    monkeypatch.setattr(choice.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(choice.time, "thread_time", lambda: now[0])
     monkeypatch.setattr(choice, "fastest", FASTEST)
     monkeypatch.setattr(native_kernels, "FAMILY", native_kernels.Family("tile", trial=trial), raising=False)
     return ran

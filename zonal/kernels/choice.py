@@ -146,19 +146,32 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def seconds(candidates: Sequence[InstructionSet], run: Callable[[], object]) -> dict[InstructionSet, float]:
-    """The least time of a run with each set, in turns, as other load only adds time."""
+    """The least time of a run with each set, in turns, by one thread.
+
+    Other programs do not count: the time is what the thread runs, without the time in which they have its core.
+    """
     best: dict[InstructionSet, float] = {}
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
-        for turn in range(_ROUNDS + 1):  # the first one loads the library
-            for isa in candidates:
-                token = trying.set(isa)
-                try:
-                    start = time.perf_counter()
-                    run()
-                    took = time.perf_counter() - start
-                finally:
-                    trying.reset(token)
-                best[isa] = took if turn < 2 else min(best[isa], took)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            _disable_current_modes(),
+        ):
+            for turn in range(_ROUNDS + 1):  # the first one loads the library
+                for isa in candidates:
+                    token = trying.set(isa)
+                    try:
+                        start = time.thread_time()
+                        run()
+                        took = time.thread_time() - start
+                    finally:
+                        trying.reset(token)
+                    best[isa] = took if turn < 2 else min(best[isa], took)
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 
