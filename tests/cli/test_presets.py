@@ -181,10 +181,21 @@ def test_pictures_from_a_folder(tmp_path):
 def test_numbers_of_the_paper():
     needle, tasks = (presets.find(name, "compare").published.tables[0] for name in ("echo-table2", "echo-table3"))
     assert [row.values[2] for row in needle.rows] == [0.945, 0.894, 0.933, 0.956, 0.864, 0.812, 0.651]
-    printed = [row.values for row in tasks.rows if row.values[0] is not None]
+    *rows, mean = tasks.rows
+    printed = [row.values for row in rows if row.values[0] is not None]
     assert [100 * sum(column) / len(column) for column in zip(*printed, strict=True)] == pytest.approx(
         [53.3, 75.7, 80.5], abs=0.051
     )
+    # its mean is printed, and ours is of the same tasks, each of as many cells
+    shapes = compare.specification(options("--preset echo-table3"), "").task.transfer_shapes
+    assert mean.values == (0.544, 0.762, 0.811)
+    cells = [
+        sum(row.has({"task": shape.kind, "pairs": shape.pairs, "length": shape.length}) for shape in shapes)
+        for row in rows
+        if row.values[0] is not None
+    ]
+    assert mean.select["task"] == [row.select["task"] for row in rows if row.values[0] is not None]
+    assert len(set(cells)) == 1
 
 
 def test_the_long_needles_are_no_part_of_table_3():
