@@ -136,13 +136,17 @@ def test_a_damaged_archive_is_refused_by_name(packed, tmp_path, damage):
     assert not (there / "runs").exists()
 
 
-def test_runs_that_have_not_ended_are_not_packed(tmp_path):
+def test_runs_that_have_not_ended_are_left_out(tmp_path):
     made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=30)
-    path = next(made.glob("runs/sko/*/run.json"))
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped"}))
-    with pytest.raises(ArgumentError, match=r"run\.json is stopped"):
-        packing.pack(made, tmp_path / "y")
-    assert not (tmp_path / "y").exists()
+    for number, path in enumerate(made.glob("runs/*/*/run.json")):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped"}))
+        if number == 0:
+            packed = packing.pack(made, tmp_path / "y")
+            assert sum(1 for _ in made.glob("runs/*/*")) == len(report.load(packed).runs) + 1
+            assert all(run.status == "done" for run in report.load(packed).runs)
+    with pytest.raises(ArgumentError, match=r"6 runs of .*x have not ended. Finish them with --resume"):
+        packing.pack(made, tmp_path / "z")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])

@@ -34,25 +34,32 @@ def write_pages(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
-    """Write the packed form of a finished comparison or search into the new folder ``out``; ``folder`` stays as it is.
+    """Write the packed form of a comparison or a finished search into the new folder ``out``; ``folder`` stays as it
+    is.
 
     ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.zip`` (see
-    ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all.
+    ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Runs of a comparison
+    that have not ended are left out: ``zonal compare --resume`` makes them.
 
-    Raises: ArgumentError when ``out`` is there already or runs have not ended. FileFormatError when a file in
-    ``folder`` is damaged. InsufficientSpaceError.
+    Raises: ArgumentError when ``out`` is there already, no run has ended, or runs of a search have not. FileFormatError
+    when a file in ``folder`` is damaged. InsufficientSpaceError.
     """
     source, target = Path(folder), Path(out)
     if target.exists():
         raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
     if (source / archive.NAME).is_file():
         raise ArgumentError(f"pack: {source} is packed already (it has {archive.NAME}). Copy the folder as it is.")
-    contents = archive.members(source)
+    contents, left_out = archive.members(source), set[str]()
     for name, data in contents.items():
-        with store.understood("pack", source / name):
-            status = json.loads(data)["status"] if name.endswith("/run.json") else "done"
-        if status not in ENDED:
-            raise ArgumentError(f"pack: {source / name} is {status}. Finish the runs first with --resume {source}.")
+        if name.endswith("/run.json"):
+            with store.understood("pack", source / name):
+                if json.loads(data)["status"] not in ENDED:
+                    left_out.add(os.path.dirname(name))
+    contents = {name: data for name, data in contents.items() if os.path.dirname(name) not in left_out}
+    if left_out and (not contents or (source / "search.json").is_file()):
+        raise ArgumentError(
+            f"pack: {len(left_out)} runs of {source} have not ended. Finish them with --resume {source}."
+        )
     try:
         with store.staged_folder(target) as staging:
             for name in KEPT:
