@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedConfig
 
 from zonal.errors import ArgumentError
+from zonal.hf.cache import CACHE
 from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionConfig
 
@@ -56,7 +57,7 @@ class ZonalConfig(ShapedConfig):
     """
 
     model_type = "zonal"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = (CACHE,)
 
     causal: bool = True
     use_cache: bool = True
