@@ -335,6 +335,18 @@ def test_the_trainer_accumulates_the_gradient_of_one_large_batch(head: str, tmp_
     torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("head", ["causal", "masked", "classes", "numbers", "images"])
+def test_the_trainer_evaluates_and_predicts(head: str, tmp_path: Path) -> None:
+    made, columns = _heads()[head]
+    rows = [{name: column[index] for name, column in columns.items()} for index in range(8)]
+    settings = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    found = Trainer(made, settings).predict(rows)  # type: ignore[arg-type]
+    wanted = made(**columns)
+    assert found.metrics is not None
+    assert found.metrics["test_loss"] == pytest.approx(wanted.loss.item(), rel=1e-5)
+    torch.testing.assert_close(torch.as_tensor(found.predictions), wanted.logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that
 @pytest.mark.timeout(900)  # inductor compiles a dozen C++ files, one after the other
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

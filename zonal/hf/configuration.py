@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -57,7 +57,7 @@ class ZonalConfig(ShapedConfig):
     """
 
     model_type = "zonal"
-    keys_to_ignore_at_inference = (CACHE,)
+    keys_to_ignore_at_inference: ClassVar = [CACHE]  # Trainer adds to this list
 
     causal: bool = True
     use_cache: bool = True

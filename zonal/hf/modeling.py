@@ -324,7 +324,6 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """As ``ZonalModel``, and these:
@@ -334,6 +333,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
             logits_to_keep: only the logits of the last tokens, or of these positions. 0: of all.
             shift_labels: (B, T), the label of each position, in place of ``labels``.
         """
+        shift_labels = others.get("shift_labels")  # unnamed above, or Trainer would evaluate no rows without it
         if labels is not None and shift_labels is None and active() is not None:
             raise ArgumentError(
                 "ZonalForCausalLM: within sequence_parallel the label of a stretch's last token is on the next rank. "
@@ -346,9 +346,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], shift_labels=shift_labels, **others
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
         return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
     def _prepare_cache_for_generation(
