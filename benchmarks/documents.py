@@ -75,7 +75,7 @@ def questions(model: Any, tokenizer: Any, texts: int) -> list[hf.Question]:
             sentences.insert(generator.randrange(len(sentences) + 1), fact)
         cache = hf.MemoryCache()
         with torch.no_grad():
-            model(encoded(" ".join(sentences)), past_key_values=cache, logits_to_keep=1)
+            model(encoded(" ".join(sentences)), **{hf.CACHE: cache}, logits_to_keep=1)
         for name, answered in ((generator.choice(known), True), (generator.choice(unknown), False)):
             found.append(hf.Question(cache.memory(), encoded(f"\n{name} lives at number"), answered))
     return found

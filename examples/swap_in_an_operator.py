@@ -28,7 +28,7 @@ def main() -> None:
         print("operators by layer:", ", ".join(operator.name for operator in hf.operators(model)))
         cache = hf.MemoryCache()
         for _ in range(2):
-            model(tokens, past_key_values=cache)
+            model(tokens, **{hf.CACHE: cache})  # cache=, before transformers 5.24 past_key_values=
             sizes = [layer.nbytes for layer in cache.memory().layers]
             print(f"after {cache.get_seq_length()} tokens, bytes by layer: {sizes}")
         assert sizes[0] > sizes[1]

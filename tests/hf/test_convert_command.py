@@ -66,7 +66,7 @@ def test_a_model_is_converted_and_goes_on_elsewhere(
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     tokens = tokenizer("The old house", return_tensors="pt")
     found = model.generate(**tokens, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(found.past_key_values, hf.MemoryCache)
+    assert isinstance(found[hf.CACHE], hf.MemoryCache)
     record = json.loads((out / "conversion.json").read_text())
     errors = [each["losses"]["error"] for each in record["transfer"]]
     alike = errors[: len(errors) * 3 // 4]  # on windows of half the length

@@ -61,5 +61,5 @@ def test_a_memory_in_training_is_refused() -> None:
     model, tokens = made("Llama"), torch.randint(3, 29, (2, 12))
     hf.convert(model, "squared_affine", cache="memory")
     with pytest.raises(ArgumentError, match=r"dropout=0\.4.*use_cache=False, or call model\.eval\(\)"):
-        model.train()(tokens, past_key_values=hf.MemoryCache())
-    model.eval()(tokens, past_key_values=hf.MemoryCache())
+        model.train()(tokens, **{hf.CACHE: hf.MemoryCache()})
+    model.eval()(tokens, **{hf.CACHE: hf.MemoryCache()})

@@ -48,7 +48,7 @@ def test_a_text_in_pieces_says_what_it_says_in_one(operator: str) -> None:
     wanted = model(tokens).logits
     cache = hf.MemoryCache()
     found = [
-        model(piece, past_key_values=cache).logits for piece in tokens.split([9, 1, 1, 8, 4], dim=1)
+        model(piece, **{hf.CACHE: cache}).logits for piece in tokens.split([9, 1, 1, 8, 4], dim=1)
     ]  # several tokens after a filled cache, too
     assert close(torch.cat(found, 1), wanted)
     assert cache.get_seq_length() == 23
@@ -61,14 +61,14 @@ def test_bytes_do_not_grow_where_the_operator_has_a_constant_memory() -> None:
     cache = hf.MemoryCache()
     sizes = []
     for _ in range(3):
-        model(drawn(2, 50), past_key_values=cache)
+        model(drawn(2, 50), **{hf.CACHE: cache})
         sizes.append(cache.memory().nbytes)
     assert len(set(sizes)) == 1
     hybrid = llama("squared_affine", layers=[1])
     cache = hf.MemoryCache()
-    hybrid(drawn(2, 50), past_key_values=cache)
+    hybrid(drawn(2, 50), **{hf.CACHE: cache})
     first = [layer.nbytes for layer in cache.memory().layers]
-    hybrid(drawn(2, 50), past_key_values=cache)
+    hybrid(drawn(2, 50), **{hf.CACHE: cache})
     second = [layer.nbytes for layer in cache.memory().layers]
     assert second[0] == 2 * first[0]  # softmax keeps keys and values
     assert second[1] == first[1]
@@ -80,7 +80,7 @@ def test_generate_starts_with_a_memory(beams: int) -> None:
     plain: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
     wanted = model.generate(tokens, use_cache=False, **plain)
     found = model.generate(tokens, return_dict_in_generate=True, **plain)
-    assert isinstance(found.past_key_values, hf.MemoryCache)
+    assert isinstance(found[hf.CACHE], hf.MemoryCache)
     assert torch.equal(found.sequences, wanted)
 
 
@@ -100,11 +100,11 @@ def test_an_assistant_gives_tokens_back() -> None:
     assert torch.equal(model.generate(tokens, max_new_tokens=15, do_sample=False, prompt_lookup_num_tokens=3), wanted)
     cache = hf.MemoryCache()
     cache.activate_past_recording()
-    model(tokens[:, :6], past_key_values=cache)
-    model(tokens[:, 6:], past_key_values=cache)
+    model(tokens[:, :6], **{hf.CACHE: cache})
+    model(tokens[:, 6:], **{hf.CACHE: cache})
     cache.crop(-7)
     assert cache.get_seq_length() == 4
-    again = model(tokens[:, 4:], past_key_values=cache).logits
+    again = model(tokens[:, 4:], **{hf.CACHE: cache}).logits
     assert close(again, model(tokens).logits[:, 4:])
     with pytest.raises(ArgumentError, match=r"9 of 16 tokens were read before the cache recorded"):
         cache.crop(-16)
@@ -116,13 +116,13 @@ def test_an_assistant_gives_tokens_back() -> None:
 def test_a_fork_goes_on_by_itself() -> None:
     model, tokens = llama(), drawn(1, 20)
     cache = hf.MemoryCache()
-    model(tokens[:, :10], past_key_values=cache)
+    model(tokens[:, :10], **{hf.CACHE: cache})
     copy = cache.fork()
-    model(drawn(1, 5), past_key_values=copy)
+    model(drawn(1, 5), **{hf.CACHE: copy})
     assert (cache.get_seq_length(), copy.get_seq_length()) == (10, 15)
-    assert close(model(tokens[:, 10:], past_key_values=cache).logits, model(tokens).logits[:, 10:])
+    assert close(model(tokens[:, 10:], **{hf.CACHE: cache}).logits, model(tokens).logits[:, 10:])
     cache.reset()
-    assert close(model(tokens, past_key_values=cache).logits, model(tokens).logits)
+    assert close(model(tokens, **{hf.CACHE: cache}).logits, model(tokens).logits)
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def test_the_cache_of_a_conversion_is_saved(tmp_path: Any) -> None:
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     assert [own.name for own in hf.operators(again)] == ["softmax", "retention"]
     found = again.generate(tokens, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(found.past_key_values, hf.MemoryCache)
+    assert isinstance(found[hf.CACHE], hf.MemoryCache)
     with pytest.raises(ArgumentError, match="cache_implementation is for keys and values"):
         again.generate(tokens, max_new_tokens=3, cache_implementation="static", do_sample=False)
 
@@ -152,9 +152,9 @@ def test_a_copied_cache_goes_on_by_itself() -> None:
     """``copy.deepcopy`` of a prefix's cache is transformers' way to use it several times."""
     model, tokens = llama(), drawn(2, 12)
     prefix = hf.MemoryCache()
-    model(tokens[:, :7], past_key_values=prefix)
+    model(tokens[:, :7], **{hf.CACHE: prefix})
     again = copy.deepcopy(prefix)
-    first, second = (model(tokens[:, 7:], past_key_values=cache).logits for cache in (prefix, again))
+    first, second = (model(tokens[:, 7:], **{hf.CACHE: cache}).logits for cache in (prefix, again))
     assert torch.equal(first, second)
     assert prefix.get_seq_length() == again.get_seq_length() == 12
 
@@ -165,20 +165,20 @@ def test_what_a_cache_does_not_take() -> None:
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=29, **SIZES)).eval()
     cache = hf.MemoryCache()
     with pytest.raises(ArgumentError, match=r"Convert the model with zonal.hf.convert"):
-        plain(drawn(1, 5), past_key_values=cache)
+        plain(drawn(1, 5), **{hf.CACHE: cache})
     model, cache = llama(), hf.MemoryCache()
-    model(drawn(2, 5), past_key_values=cache)
+    model(drawn(2, 5), **{hf.CACHE: cache})
     size = cache.memory().nbytes
     with pytest.raises(ArgumentError, match="holds 2 sequences, and the call is of 3"):
-        model(drawn(3, 1), past_key_values=cache)
+        model(drawn(3, 1), **{hf.CACHE: cache})
     with pytest.raises(ArgumentError, match="layer 0 was made by operator 'squared_affine' of another model"):
-        llama("sko")(drawn(2, 1), past_key_values=cache)
+        llama("sko")(drawn(2, 1), **{hf.CACHE: cache})
     assert (cache.get_seq_length(), cache.memory().nbytes) == (5, size)
     with pytest.raises(ArgumentError, match="ZonalCache: this cache is for the models of this library"):
-        model(drawn(2, 1), past_key_values=hf.ZonalCache())
+        model(drawn(2, 1), **{hf.CACHE: hf.ZonalCache()})
     for shape in ((2, 4), (2, 7), (1, 6)):  # after 5 tokens, 1 or 6 may be given
         with pytest.raises(ArgumentError, match=r"attention_mask must be \(batch, tokens\) = \(2, 6\)"):
-            model(drawn(2, 1), past_key_values=cache, attention_mask=torch.ones(shape))
+            model(drawn(2, 1), **{hf.CACHE: cache}, attention_mask=torch.ones(shape))
     with pytest.raises(ArgumentError, match="Call the model with it"):
         hf.MemoryCache().memory()
     with pytest.raises(ArgumentError, match="unknown cache 'memories'"):

@@ -197,20 +197,31 @@ def test_a_batch_of_unequal_prompts_is_each_alone() -> None:
 def test_a_cache_goes_on_forks_and_becomes_a_memory() -> None:
     made, text = model(("sko", "ska(power=1)")), tokens(1, 12)
     whole = made(text).logits
-    cache = made(text[:, :7], use_cache=True).past_key_values
+    cache = made(text[:, :7], use_cache=True)[hf.CACHE]
     fork = cache.fork()
     assert torch.allclose(made(text[:, 7:], past_key_values=cache).logits, whole[:, 7:], atol=1e-5)
     one = [made(text[:, [i]], past_key_values=fork).logits for i in range(7, 12)]
     assert torch.allclose(torch.cat(one, 1), whole[:, 7:], atol=1e-5)
-    restarted = hf.ZonalCache(made(text[:, :7], use_cache=True).past_key_values.memory())
+    restarted = hf.ZonalCache(made(text[:, :7], use_cache=True)[hf.CACHE].memory())
     assert torch.allclose(made(text[:, 7:], past_key_values=restarted).logits, whole[:, 7:], atol=1e-5)
     restarted.batch_repeat_interleave(3)
     assert restarted.batch_size == 3
 
 
+@pytest.mark.parametrize("kind", [hf.ZonalModel, hf.ZonalForCausalLM, hf.ZonalForSequenceClassification])
+def test_a_cache_has_either_name(kind: Any) -> None:
+    """Before transformers 5.24 and since."""
+    made, text = kind(model().config).eval(), tokens(1, 12)
+    caches = [made(text[:, :7], use_cache=True)[hf.CACHE] for _ in range(2)]
+    first, second = made(text[:, 7:], past_key_values=caches[0]), made(text[:, 7:], cache=caches[1])
+    assert torch.equal(first[0], second[0])
+    assert [cache.get_seq_length() for cache in caches] == [12, 12]
+    assert [first[hf.CACHE], second[hf.CACHE]] == caches
+
+
 def test_the_cache_does_not_grow() -> None:
     made = model(("squared_affine", "ska(power=1)"))
-    sizes = [made(tokens(1, n), use_cache=True).past_key_values.memory().nbytes for n in (8, 64)]
+    sizes = [made(tokens(1, n), use_cache=True)[hf.CACHE].memory().nbytes for n in (8, 64)]
     assert sizes[0] == sizes[1]
 
 
@@ -324,6 +335,18 @@ def test_the_trainer_accumulates_the_gradient_of_one_large_batch(head: str, tmp_
     torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("head", ["causal", "masked", "classes", "numbers", "images"])
+def test_the_trainer_evaluates_and_predicts(head: str, tmp_path: Path) -> None:
+    made, columns = _heads()[head]
+    rows = [{name: column[index] for name, column in columns.items()} for index in range(8)]
+    settings = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    found = Trainer(made, settings).predict(rows)  # type: ignore[arg-type]
+    wanted = made(**columns)
+    assert found.metrics is not None
+    assert found.metrics["test_loss"] == pytest.approx(wanted.loss.item(), rel=1e-5)
+    torch.testing.assert_close(torch.as_tensor(found.predictions), wanted.logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that
 @pytest.mark.timeout(900)  # inductor compiles a dozen C++ files, one after the other
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -399,7 +422,7 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
     foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
     with pytest.raises(ArgumentError, match="must be a ZonalCache of this model"):
         made(text, past_key_values=foreign)
-    cache = made(text, use_cache=True).past_key_values
+    cache = made(text, use_cache=True)[hf.CACHE]
     with pytest.raises(ArgumentError, match="of 2 sequences, and the call is of 2 layers and 1 sequences"):
         made(text[:1], past_key_values=cache)
     with pytest.raises(ArgumentError, match="activate_past_recording"):

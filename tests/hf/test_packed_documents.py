@@ -123,7 +123,7 @@ def test_the_collator_of_transformers_packs() -> None:
 def test_documents_that_would_see_each_other_are_refused() -> None:
     made = model()
     hf.convert(made, "softmax", cache="memory")
-    for given in ({}, {"past_key_values": hf.MemoryCache()}, {"attention_mask": torch.ones_like(tokens())}):
+    for given in ({}, {hf.CACHE: hf.MemoryCache()}, {"attention_mask": torch.ones_like(tokens())}):
         with pytest.raises(ArgumentError, match=r"one sequence for packed documents.*Pass use_cache=False and"):
             made(tokens(), position_ids=positions(), **given)
     padded = torch.ones_like(tokens())

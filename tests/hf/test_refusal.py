@@ -50,7 +50,7 @@ def questions(model: Any, count: int, seed: int) -> list[hf.Question]:
     found = []
     for pairs, word, stranger in zip(*(x.split(1) for x in texts(count, seed)), strict=True):
         cache = hf.ZonalCache()
-        model(pairs, past_key_values=cache)
+        model(pairs, **{hf.CACHE: cache})
         found += [hf.Question(cache.memory(), word, True), hf.Question(cache.memory(), stranger, False)]
     return found
 
@@ -69,7 +69,7 @@ def test_a_model_that_recalls_refuses_what_it_has_not_read(recalling: Any, tmp_p
         cache = hf.ZonalCache(question.memory)
         processor = hf.RefuseUnknown(rule, cache, END)
         made = recalling.generate(
-            torch.cat([torch.zeros(1, 2 * PAIRS, dtype=torch.int64), question.tokens], 1), past_key_values=cache,
+            torch.cat([torch.zeros(1, 2 * PAIRS, dtype=torch.int64), question.tokens], 1), **{hf.CACHE: cache},
             logits_processor=[processor], max_new_tokens=1, do_sample=False,
         )  # fmt: skip
         assert processor.refused is not None
@@ -84,11 +84,11 @@ def test_a_batch_is_refused_row_by_row(recalling: Any) -> None:
     pairs, word, stranger = texts(2, 5)
     rule = hf.calibrate_refusal(recalling, questions(recalling, 40, 1_000), rate=0.1)
     cache = hf.ZonalCache()
-    recalling(pairs, past_key_values=cache)
+    recalling(pairs, **{hf.CACHE: cache})
     processor = hf.RefuseUnknown(rule, cache, END)
     asked = torch.cat([pairs, torch.cat([word[:1], stranger[1:]])], 1)
     made = recalling.generate(
-        asked, past_key_values=cache, logits_processor=[processor], max_new_tokens=3, do_sample=False
+        asked, **{hf.CACHE: cache}, logits_processor=[processor], max_new_tokens=3, do_sample=False
     )
     assert processor.refused is not None
     assert processor.refused.tolist() == [False, True]
@@ -150,11 +150,11 @@ def test_converted_models_report_support_and_weights() -> None:
     hf.convert(model, "squared_affine", layers=[1], cache="memory")
     tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(1))
     cache = hf.MemoryCache()
-    model(tokens[:, :20], past_key_values=cache)
+    model(tokens[:, :20], **{hf.CACHE: cache})
     past = cache.fork()
     cache.report = {0: True, 1: True}
-    found = model(tokens[:, 20:], past_key_values=cache).logits
-    assert torch.equal(found, model(tokens[:, 20:], past_key_values=past).logits)
+    found = model(tokens[:, 20:], **{hf.CACHE: cache}).logits
+    assert torch.equal(found, model(tokens[:, 20:], **{hf.CACHE: past}).logits)
     assert past.readings == {}
     softmax, sums = cache.readings[0], cache.readings[1]
     assert softmax.support.shape == sums.support.shape == (2, 4, 10)
@@ -178,7 +178,7 @@ def queries_and_keys(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return read(layer, operator, q, k, v, real)
 
     cache.read = reading  # type: ignore[method-assign]
-    model(tokens, past_key_values=cache)
+    model(tokens, **{hf.CACHE: cache})
     return kept[0], kept[1]
 
 

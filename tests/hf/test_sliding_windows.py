@@ -66,7 +66,7 @@ def test_the_memory_of_a_layer_with_a_window_is_bounded(kind: str, operator: str
     cache = hf.MemoryCache()
     sizes, found = [], []
     for piece in tokens.split([9, 1, 20, 10], dim=1):
-        found.append(made(piece, past_key_values=cache).logits)
+        found.append(made(piece, **{hf.CACHE: cache}).logits)
         sizes.append([layer.nbytes for layer in cache.memory().layers])
     assert close(torch.cat(found, 1), made(tokens).logits)
     for layer, window in enumerate(KINDS[kind]):
@@ -84,9 +84,9 @@ def test_local_global_takes_the_layers_without_a_window() -> None:
     made, tokens = model("Gemma3"), drawn(1, 60)
     hf.convert(made, operator, layers=[1], cache="memory")
     cache = hf.MemoryCache()
-    first = made(tokens[:, :30], past_key_values=cache).logits
+    first = made(tokens[:, :30], **{hf.CACHE: cache}).logits
     size = cache.memory().nbytes
-    last = made(tokens[:, 30:], past_key_values=cache).logits
+    last = made(tokens[:, 30:], **{hf.CACHE: cache}).logits
     assert cache.memory().nbytes == size  # every layer is bounded now
     assert close(torch.cat([first, last], 1), made(tokens).logits)
 

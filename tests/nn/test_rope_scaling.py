@@ -159,7 +159,7 @@ def test_a_converted_phi_keeps_memories_where_its_angles_change() -> None:
     torch.testing.assert_close(model(said, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
     again = model.generate(tokens, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(again.sequences, said)
-    assert isinstance(again.past_key_values, hf.MemoryCache)
+    assert isinstance(again[hf.CACHE], hf.MemoryCache)
 
 
 def test_default_is_no_scaling() -> None:

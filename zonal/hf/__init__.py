@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from zonal.hf.attending import register
-from zonal.hf.cache import MemoryCache, ZonalCache
+from zonal.hf.cache import CACHE, MemoryCache, ZonalCache
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.context import ContextMemory, Document
 from zonal.hf.layers import operators
@@ -42,6 +42,7 @@ AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassif
 AutoModelForImageClassification.register(ZonalVisionConfig, ZonalForImageClassification)
 
 __all__ = [
+    "CACHE",
     "ContextMemory",
     "Document",
     "MemoryCache",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from zonal.algebra import Operator
 from zonal.attention import attention
@@ -17,6 +18,9 @@ from zonal.memory import Criterion, Memory, Reading
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory
 from zonal.nn.memory import LayerDecoder, Past
+
+# what the installed transformers calls a cache, as an argument and in outputs of models: 5.24 changed the name
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 _MARK = "_zonal_cache"  # the attribute of keys that says which cache and layer they belong to
 
@@ -107,6 +111,11 @@ class OperatorCache(Cache, abc.ABC):
     def is_compileable(self) -> bool:
         return False
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for each layer: to transformers, linear ones do not count their tokens."""
+        return [False] * len(self)
+
     def __len__(self) -> int:
         return len(self._pasts)
 
@@ -141,7 +150,7 @@ class _Read(NamedTuple):
 
 
 class ZonalCache(OperatorCache):
-    """The memory of all layers of a model of this library, as ``past_key_values``.
+    """The memory of all layers of a model of this library.
 
     Its size does not grow with the text where the operators of the model have memories of constant size. It is filled
     by the first call of a model, and each call changes it in place; ``fork`` copies it. ``generate`` makes one.
@@ -270,11 +279,11 @@ class _Tokens(NamedTuple):
 
 
 class MemoryCache(OperatorCache):
-    """The memories of the layers of a converted model, as ``past_key_values``.
+    """The memories of the layers of a converted model.
 
     Its size does not grow with the text where the operators' memories are constant; a layer of softmax keeps its keys
     and values. ``generate`` makes one if the model was converted with cache="memory"; any other call takes one that you
-    make: ``model(tokens, past_key_values=MemoryCache())``.
+    make: ``model(tokens, **{CACHE: MemoryCache()})``.
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
@@ -384,14 +393,14 @@ def start_generation(
     """Give ``generate`` of a model (what: its name in an error) a cache of this kind to start with, unless the call has
     one or uses none.
     """
-    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+    if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
         return
     if generation_config.cache_implementation is not None:
         raise ArgumentError(
             f"generate: cache_implementation is for keys and values, and {what} keeps memories; received "
             f"{generation_config.cache_implementation!r}. Leave it out."
         )
-    cache = model_kwargs["past_key_values"] = kind()
+    cache = model_kwargs[CACHE] = kind()
     if generation_config.is_assistant:
         cache.activate_past_recording()
 
@@ -414,4 +423,4 @@ def _mask(x: Tensor, real: Tensor | None) -> Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real
 
 
-__all__ = ["MemoryCache", "OperatorCache", "ZonalCache", "start_generation"]
+__all__ = ["CACHE", "MemoryCache", "OperatorCache", "ZonalCache", "start_generation"]

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from zonal.errors import ArgumentError
+from zonal.hf.cache import CACHE
 from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionConfig
 
@@ -56,7 +57,7 @@ class ZonalConfig(ShapedConfig):
     """
 
     model_type = "zonal"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar = [CACHE]  # Trainer adds to this list
 
     causal: bool = True
     use_cache: bool = True

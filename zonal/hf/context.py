@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.hf.cache import OperatorCache
+from zonal.hf.cache import CACHE, OperatorCache
 from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
 from zonal.hf.pretrained import encoded
@@ -131,7 +131,7 @@ class ContextMemory:
         tokens = torch.cat([tokens.new_zeros(1, read), tokens], 1)
         rules = [] if refuse is None else [RefuseUnknown(refuse, cache, self.tokenizer.eos_token_id)]
         made = self.model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, logits_processor=rules,
+            tokens, attention_mask=torch.ones_like(tokens), **{CACHE: cache}, logits_processor=rules,
             eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.eos_token_id, **options,
         )  # fmt: skip
         if rules and rules[0].refused is not None and bool(rules[0].refused.any()):
@@ -238,9 +238,7 @@ class ContextMemory:
         self.model.eval()
         try:
             pieces = tokens.split(_PIECE, dim=1)
-            return torch.cat(
-                [self.model(piece, past_key_values=cache, logits_to_keep=keep).logits for piece in pieces], 1
-            )
+            return torch.cat([self.model(piece, **{CACHE: cache}, logits_to_keep=keep).logits for piece in pieces], 1)
         finally:
             self.model.train(training)
 

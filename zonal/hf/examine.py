@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from zonal.hf.cache import MemoryCache
+from zonal.hf.cache import CACHE, MemoryCache
 from zonal.hf.layers import NAME, operators
 from zonal.memory import Memory
 from zonal.models.memory import ModelMemory
@@ -139,10 +139,10 @@ def decoding(model: Any, length: int, tokens: int = 16) -> dict[str, float]:
             cache.update(drawn(), drawn(), layer)
         size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     token = torch.tensor([[1]], dtype=torch.int64)
-    model(token, past_key_values=cache)  # plans, compiled kernels
+    model(token, **{CACHE: cache})  # plans, compiled kernels
     start = time.perf_counter()
     for _ in range(tokens):
-        model(token, past_key_values=cache)
+        model(token, **{CACHE: cache})
     return {"length": length, "tokens_per_second": tokens / (time.perf_counter() - start), "bytes": float(size)}
 
 

@@ -23,7 +23,7 @@ from transformers.utils.generic import can_return_tuple
 
 from zonal import models
 from zonal.errors import ArgumentError
-from zonal.hf.cache import OperatorCache, ZonalCache, start_generation
+from zonal.hf.cache import CACHE, OperatorCache, ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.packing import document_offsets
 from zonal.memory import Criterion, Reading
@@ -158,7 +158,8 @@ class ZonalModel(ZonalPreTrainedModel):
             attention_mask: (B, T), nonzero for a real token, or (B, S) with the S − T tokens of the cache before it.
             position_ids: (B, T). Documents are packed into a row where positions start again from 0: no token sees
                 another document. Other positions are those of the tokens, and need not be given.
-            past_key_values: a ``ZonalCache``, changed in place; an empty cache of transformers is replaced by one.
+            past_key_values: a ``ZonalCache``, changed in place; an empty cache of transformers is replaced by one. It
+                can be given as ``cache``, too, its name since transformers 5.24.
             use_cache: return a cache.
             output_hidden_states: return the embedding, the output of each block but the last, and the last hidden
                 state.
@@ -180,6 +181,7 @@ class ZonalModel(ZonalPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
         self._refuse_weights(output_attentions)
+        past_key_values = others.get("cache", past_key_values)
         x = self.core._embed(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
@@ -187,7 +189,7 @@ class ZonalModel(ZonalPreTrainedModel):
         if offsets is not None and past_key_values is not None:
             raise ArgumentError(
                 "ZonalModel: packed documents (position_ids that start again from 0) begin afresh and take no cache. "
-                "Leave past_key_values out."
+                "Leave the cache out."
             )
         if offsets is not None:
             cache = None
@@ -198,9 +200,8 @@ class ZonalModel(ZonalPreTrainedModel):
         else:
             states = self._after(cache, x, real)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return BaseModelOutputWithPast(
-            last_hidden_state=states[-1], past_key_values=cache, hidden_states=tuple(states) if wanted else None
-        )
+        # by position here and below: the cache's name is that of the version of transformers
+        return BaseModelOutputWithPast(states[-1], cache, tuple(states) if wanted else None)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> ZonalCache | None:
         """The cache to read after and to fill, or None."""
@@ -208,7 +209,7 @@ class ZonalModel(ZonalPreTrainedModel):
             return given
         if isinstance(given, OperatorCache) or (given is not None and given.get_seq_length()):
             raise ArgumentError(
-                f"ZonalModel: past_key_values must be a ZonalCache of this model, received a {type(given).__name__} of "
+                f"ZonalModel: the cache must be a ZonalCache of this model, received a {type(given).__name__} of "
                 f"{given.get_seq_length()} tokens. Leave it out, or read the tokens again."
             )
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -323,7 +324,6 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """As ``ZonalModel``, and these:
@@ -333,6 +333,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
             logits_to_keep: only the logits of the last tokens, or of these positions. 0: of all.
             shift_labels: (B, T), the label of each position, in place of ``labels``.
         """
+        shift_labels = others.get("shift_labels")  # unnamed above, or Trainer would evaluate no rows without it
         if labels is not None and shift_labels is None and active() is not None:
             raise ArgumentError(
                 "ZonalForCausalLM: within sequence_parallel the label of a stretch's last token is on the next rank. "
@@ -345,12 +346,8 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], shift_labels=shift_labels, **others
-            )
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-        )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
@@ -438,9 +435,7 @@ class ZonalForSequenceClassification(ZonalPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, logits=logits[:, None], pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-        )
+        return SequenceClassifierOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
 
 class ZonalForImageClassification(ZonalPreTrainedModel):

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 
 from zonal.errors import ArgumentError
 from zonal.evaluation.verdicts import auroc
-from zonal.hf.cache import MemoryCache, OperatorCache, ZonalCache
+from zonal.hf.cache import CACHE, MemoryCache, OperatorCache, ZonalCache
 from zonal.hf.modeling import ZonalForCausalLM
 from zonal.memory import Criterion, Reading
 from zonal.memory.criterion import load_rule, save_rule
@@ -167,7 +167,7 @@ def calibrate_refusal(model: Any, examples: Iterable[Question], rate: float = 0.
             )
         cache = new_cache(model, question.memory)
         cache.report = dict.fromkeys(layers, True)
-        model(question.tokens, past_key_values=cache, logits_to_keep=1)
+        model(question.tokens, **{CACHE: cache}, logits_to_keep=1)
         found[question.answered].append(torch.stack([_found(cache.readings[layer])[0] for layer in layers]))
     needed = 2 * (math.ceil(1 / rate) - 1)
     if len(found[True]) < needed or len(found[False]) < 2:

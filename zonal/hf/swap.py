@@ -28,7 +28,7 @@ from transformers import (
 from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError, unknown_name
 from zonal.hf.attending import attend, padding
-from zonal.hf.cache import MemoryCache, start_generation
+from zonal.hf.cache import CACHE, MemoryCache, start_generation
 from zonal.hf.layers import (
     NAME,
     Choice,
@@ -254,14 +254,12 @@ class _Generating(_ModelMixin):
             parent._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)
 
     # generate looks for the name model_kwargs, and then also takes the arguments of forward
-    def prepare_inputs_for_generation(
-        self, *inputs: Any, past_key_values: Any = None, **model_kwargs: Any
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *inputs: Any, **model_kwargs: Any) -> dict[str, Any]:
         parent: Any = super()
-        found = parent.prepare_inputs_for_generation(*inputs, past_key_values=past_key_values, **model_kwargs)
+        found = parent.prepare_inputs_for_generation(*inputs, **model_kwargs)
         # Phi 3 drops its cache where its rotary angles change (longrope), and reads the whole text again
-        if isinstance(past_key_values, MemoryCache) and found.get("past_key_values") is None:
-            found["past_key_values"] = MemoryCache()
+        if isinstance(model_kwargs.get(CACHE), MemoryCache) and found.get(CACHE) is None:
+            found[CACHE] = MemoryCache()
         return found
 
 
