@@ -77,9 +77,10 @@ def decoding(name: str, model: Any, length: int) -> dict[str, float]:
         return {"seconds": 1 / found["tokens_per_second"], "bytes": found["bytes"]}
     token = torch.tensor([[1]])
     with torch.no_grad():
-        cache = model(torch.ones(1, 64, dtype=torch.int64), use_cache=True).cache_params
+        # called cache_params, and cache since transformers 5.24
+        _, (called, cache) = model(torch.ones(1, 64, dtype=torch.int64), use_cache=True).items()
         times = [
-            common.once(lambda: model(token, cache_params=cache, use_cache=True), torch.device("cpu"))
+            common.once(lambda: model(token, **{called: cache}, use_cache=True), torch.device("cpu"))
             for _ in range(DECODED + 1)
         ]
     held = [x for layer in cache.layers for part in (layer.conv_states, layer.recurrent_states) for x in part.values()]
