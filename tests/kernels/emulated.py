@@ -82,6 +82,14 @@ class Recorder:
 
         abi.Arguments.new = scratch  # type: ignore[method-assign]
 
+    def find_rows(self, words: set[int]) -> None:
+        """Know pointers into a buffer that was made by ``empty``, as those of a decoder's rows: the rest of it."""
+        for word in words - self.known.keys():
+            for at, x in self.known.items():
+                if isinstance(x, Tensor) and x.is_contiguous() and at < word < at + x.nbytes:
+                    self.known[word] = x.flatten()[(word - at) // x.itemsize :]
+                    break
+
 
 class Spied:
     """A library of a recorder."""
@@ -98,6 +106,7 @@ class Spied:
             if not all(isinstance(each, bytes) for each in structs):
                 return function(*structs)
             words = {word for each in structs for (word,) in struct.iter_unpack("q", each)}
+            self.recorder.find_rows(words)
             regions = {at: x for at, x in self.recorder.known.items() if at in words and at and x is not None}
             before = {at: contents(x) for at, x in regions.items()}
             failed = function(*structs)
