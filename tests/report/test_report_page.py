@@ -166,6 +166,26 @@ def test_chart_numbers_equal_the_files(mqar, written):
     assert softmax["sweep"]["chosen"] == 0.001
 
 
+def test_a_run_that_was_good_enough_holds_its_last_value(tmp_path):
+    """The mean goes on to the last step of the longest run, and not to that of the shortest."""
+    folder = write_comparison(tmp_path / "x", operators=("softmax",), rates=(0.001,), steps=300)
+    short = min(folder.glob("runs/softmax/*"))
+    lines = [json.loads(line) for line in (short / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "eval"]
+    last = evaluated[0]["step"]
+    (short / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last))
+    record = json.loads((short / "run.json").read_text())
+    (short / "run.json").write_text(json.dumps(record | {"steps_done": last, "stopped_early": True}))
+    page = Elements(report.write(folder).html.read_text())
+    found = json.loads(page.scripts["data"])[0]["operators"][0]["validation"]
+    assert found["steps"] == [line["step"] for line in evaluated]
+    assert found["seeds"][0]["accuracy"] == pytest.approx([evaluated[0]["accuracy"]] * len(evaluated), rel=1e-4)
+    assert len(set(found["seeds"][1]["accuracy"])) > 1
+    assert found["accuracy"]["mean"][-1] == pytest.approx(
+        statistics.mean(seed["accuracy"][-1] for seed in found["seeds"]), rel=1e-4
+    )
+
+
 def test_learned_quantities_are_shown(written):
     page = plain(written.html.read_text())
     comparison = json.loads(Elements(written.html.read_text()).scripts["data"])[0]

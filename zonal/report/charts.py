@@ -7,6 +7,7 @@ script only chooses axes and colours. Training curves longer than ``MAX_POINTS``
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
@@ -48,6 +49,17 @@ def drawn_runs(summary: Summary, row: Row) -> tuple[Run, ...]:
         return ()
     rate = max(started, key=lambda run: run.steps_done).learning_rate
     return tuple(run for run in started if run.learning_rate == rate)
+
+
+def _held(run: Run, runs: Sequence[Run]) -> list[Point]:
+    """Its evaluations. The last one of a finished run stands for the later ones of the others, before which it had
+    stopped: it was good enough.
+    """
+    points = list(run.evaluations)
+    if run.status == "done" and points:
+        steps = sorted({point.step for each in runs for point in each.evaluations})
+        points += [replace(points[-1], step=step) for step in steps if step > points[-1].step]
+    return points
 
 
 def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | None:
@@ -161,7 +173,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "label": row.label,
         "symbol": look.symbol,
         "dash": look.dash,
-        "validation": _curve([(run.seed, run.evaluations) for run in runs]),
+        "validation": _curve([(run.seed, _held(run, runs)) for run in runs]),
         "training": _curve([(run.seed, binned(run.training)) for run in runs]),
         "slices": {name: _pairs(values) for name, values in row.slices.items()},
         "memory": {

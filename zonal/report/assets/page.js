@@ -103,8 +103,9 @@
       shown.push(...mean);
       if (sd.some((v) => v !== null)) {
         const up = mean.map((m, i) => m + (sd[i] || 0)), down = mean.map((m, i) => m - (sd[i] || 0));
-        const floor = log ? Math.min(...mean.filter((v) => v > 0)) / 3 : -Infinity;
-        traces.push({ x: [...at, ...[...at].reverse()], y: [...up, ...down.map((v) => Math.max(v, floor)).reverse()], fill: "toself", fillcolor: faint(colour(operator), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
+        const share = metric === "accuracy", ceiling = share ? 1 : Infinity;
+        const floor = log ? Math.min(...mean.filter((v) => v > 0)) / 3 : share ? 0 : -Infinity;
+        traces.push({ x: [...at, ...[...at].reverse()], y: [...up.map((v) => Math.min(v, ceiling)), ...down.map((v) => Math.max(v, floor)).reverse()], fill: "toself", fillcolor: faint(colour(operator), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
       }
       const mode = source === "validation" ? "lines+markers" : "lines";
       traces.push({ x: at, y: mean, mode: mode, line: line, marker: marker(operator, 7), hoverinfo: "text", text: mean.map((v, i) => text(spread(v, sd[i]), at[i])) });
