@@ -6,6 +6,7 @@ is tried again, by a function that goes on where the last attempt stopped if it 
 
 import contextlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 import signal
@@ -107,7 +108,7 @@ def session(workers: int | None, threads: int) -> Iterator[None]:
         there = os.environ.get("RAY_ADDRESS")
         # what a cluster has of its own is not asked for again
         wanted = {} if there else {"include_dashboard": False, "num_cpus": workers and workers * threads}
-        ray.init(address=there or "local", log_to_driver=False, logging_level="ERROR", **wanted)
+        ray.init(address=there or "local", log_to_driver=False, logging_level=logging.ERROR, **wanted)
     try:
         yield
     finally:
@@ -145,6 +146,7 @@ def tasks(
     raised.
     """
     import ray  # pyright: ignore[reportMissingImports]
+    import ray.exceptions  # pyright: ignore[reportMissingImports]
 
     remote: Any = ray.remote(num_cpus=cores, max_retries=RETRIES)(_called)
     limit = at_once or 2 * slots(cores)
