@@ -217,6 +217,10 @@ def test_a_cache_has_either_name(kind: Any) -> None:
     assert torch.equal(first[0], second[0])
     assert [cache.get_seq_length() for cache in caches] == [12, 12]
     assert [first[hf.CACHE], second[hf.CACHE]] == caches
+    with pytest.raises(ArgumentError, match="two names of one argument"):
+        made(text[:, :1], past_key_values=caches[0], cache=caches[1])
+    made(text[:, :1], past_key_values=caches[0], cache=None)
+    assert [cache.get_seq_length() for cache in caches] == [13, 12]
 
 
 def test_the_cache_does_not_grow() -> None:

@@ -189,11 +189,8 @@ def _with_threads(device: torch.device, work: Callable[[], object], budget: floa
     several, many = _fastest(device, work, budget), torch.get_num_threads()
     if device.type != "cpu" or many == 1:
         return several, False
-    try:
-        torch.set_num_threads(1)
+    with choice.one_thread():
         single = _fastest(device, work, budget)
-    finally:
-        torch.set_num_threads(many)
     # a fork and join of threads costs some microseconds in its own right
     return (single / (1 + 0.7 * (many - 1)), True) if several > 1.3 * single + 2e-5 else (several, False)
 

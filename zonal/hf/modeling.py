@@ -181,7 +181,10 @@ class ZonalModel(ZonalPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
         self._refuse_weights(output_attentions)
-        past_key_values = others.get("cache", past_key_values)
+        if (named := others.get("cache")) is not None:
+            if past_key_values is not None:
+                raise ArgumentError("ZonalModel: cache and past_key_values are two names of one argument. Give one.")
+            past_key_values = named
         x = self.core._embed(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())

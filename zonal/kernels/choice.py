@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -145,33 +145,35 @@ def _read(path: Path) -> dict[str, Any]:
     return read["sets"] if good and isinstance(read.get("sets"), dict) else {}
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it torch has one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def seconds(candidates: Sequence[InstructionSet], run: Callable[[], object]) -> dict[InstructionSet, float]:
     """The least time of a run with each set, in turns, by one thread.
 
     Other programs do not count: the time is what the thread runs, without the time in which they have its core.
     """
     best: dict[InstructionSet, float] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            _disable_current_modes(),
-        ):
-            for turn in range(_ROUNDS + 1):  # the first one loads the library
-                for isa in candidates:
-                    token = trying.set(isa)
-                    try:
-                        start = time.thread_time()
-                        run()
-                        took = time.thread_time() - start
-                    finally:
-                        trying.reset(token)
-                    best[isa] = took if turn < 2 else min(best[isa], took)
-    finally:
-        torch.set_num_threads(threads)
+    plain = torch.autocast("cpu", enabled=False)
+    with one_thread(), torch.inference_mode(False), torch.no_grad(), plain, _disable_current_modes():
+        for turn in range(_ROUNDS + 1):  # the first one loads the library
+            for isa in candidates:
+                token = trying.set(isa)
+                try:
+                    start = time.thread_time()
+                    run()
+                    took = time.thread_time() - start
+                finally:
+                    trying.reset(token)
+                best[isa] = took if turn < 2 else min(best[isa], took)
     return best
 
 
@@ -181,6 +183,7 @@ __all__ = [
     "fastest",
     "features",
     "measured",
+    "one_thread",
     "processor",
     "say",
     "seconds",

@@ -52,13 +52,14 @@ def drawn_runs(summary: Summary, row: Row) -> tuple[Run, ...]:
 
 
 def _held(run: Run, runs: Sequence[Run]) -> list[Point]:
-    """Its evaluations. The last one of a finished run stands for the later ones of the others, before which it had
-    stopped: it was good enough.
+    """The evaluations of a run. One that ended sooner than the others, since it was good enough, keeps its last value
+    at their later steps.
     """
     points = list(run.evaluations)
     if run.status == "done" and points:
-        steps = sorted({point.step for each in runs for point in each.evaluations})
-        points += [replace(points[-1], step=step) for step in steps if step > points[-1].step]
+        last = points[-1]
+        later = {point.step for other in runs for point in other.evaluations if point.step > last.step}
+        points += [replace(last, step=step) for step in sorted(later)]
     return points
 
 

@@ -49,12 +49,9 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
     if (source / archive.NAME).is_file():
         raise ArgumentError(f"pack: {source} is packed already (it has {archive.NAME}). Copy the folder as it is.")
-    contents, left_out = archive.members(source), set[str]()
-    for name, data in contents.items():
-        if name.endswith("/run.json"):
-            with store.understood("pack", source / name):
-                if json.loads(data)["status"] not in ENDED:
-                    left_out.add(os.path.dirname(name))
+    contents = archive.members(source)
+    runs = {name: data for name, data in contents.items() if name.endswith("/run.json")}
+    left_out = {os.path.dirname(name) for name, data in runs.items() if not _ended(source / name, data)}
     contents = {name: data for name, data in contents.items() if os.path.dirname(name) not in left_out}
     if left_out and (not contents or (source / "search.json").is_file()):
         raise ArgumentError(
@@ -73,3 +70,9 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             raise
         raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
+
+
+def _ended(path: Path, data: bytes) -> bool:
+    """Whether the record of a run says that it has ended."""
+    with store.understood("pack", path):
+        return json.loads(data)["status"] in ENDED
