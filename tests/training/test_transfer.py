@@ -12,7 +12,9 @@ from zonal.errors import ArgumentError
 from zonal.evaluation import Cells, evaluate_transfer
 from zonal.models import ModelConfig, build
 from zonal.tasks import Batch, Retrieval, Shape, Stage
-from zonal.training import TrainConfig, train
+from zonal.training import Comparison, ComparisonSpec, TrainConfig, train
+from zonal.training import events as kinds
+from zonal.training.plan import Timing, estimate
 
 TASK = Retrieval(
     [Stage(0, (Shape("system-prompt", 1, 12),))],
@@ -125,3 +127,74 @@ def test_cells_do_not_mix():
         Cells().of(batch)
     one = tasks.Retrieval([Stage(0, (Shape("needle", 1, 12),))], vocab_size=40)
     assert evaluate_transfer(model(), one, batch_size=4) == []
+
+
+def two_rates(folder, **changes):
+    settings = {
+        "task": TASK,
+        "model": ModelConfig(TASK.vocab_size, 16, ("softmax",), heads=2),
+        "training": TrainConfig(steps=4, batch_size=4, eval_batch_size=5, tensorboard=False, checkpoint_seconds=None),
+        "operators": ("softmax", "linear"),
+        "seeds": (0, 1, 2),
+        "learning_rates": (1e-3, 1e-2),
+        "screening_seeds": 2,
+    }
+    return Comparison(folder, ComparisonSpec(**{**settings, **changes}))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_of_several_rates_only_the_best_is_measured(jobs, tmp_path):
+    result = two_rates(tmp_path / "two").run(jobs=jobs, threads=1)
+    assert (result.status, result.left) == ("done", 0)
+    measured = {(run.operator, run.learning_rate, run.seed) for run in result.runs if "transfer" in run.final}
+    best = result.best_learning_rates
+    assert measured == {(operator, best[operator], seed) for operator in ("softmax", "linear") for seed in (0, 1, 2)}
+    assert measured == {(run.operator, run.learning_rate, run.seed) for run in result.runs if run.measured}
+    # to the numbers of runs that are measured at once
+    for run in result.runs:
+        if run.measured:
+            once = two_rates(tmp_path / run.operator, learning_rates=(run.learning_rate,), screening_seeds=None)
+            finals = {each.seed: each.final for each in once.run().runs if each.operator == run.operator}
+            assert finals[run.seed] == run.final
+    assert two_rates(tmp_path / "two").run().runs == result.runs
+
+
+def test_a_measurement_that_was_broken_off_is_made_again(tmp_path):
+    comparison = two_rates(tmp_path / "stopped", operators=("softmax",), seeds=(0, 1), screening_seeds=None)
+    ended, stop = [], []
+
+    def listen(event):
+        ended.extend([event.run] if isinstance(event, kinds.RunFinished) else [])
+        # in the first measurement, after all runs
+        stop.extend([True] if len(ended) == 4 and isinstance(event, kinds.EvaluationProgress) else [])
+
+    result = comparison.run(on_event=listen, should_stop=lambda: bool(stop))
+    assert (result.status, result.left, len(ended)) == ("stopped", 2, 5)
+    assert all(run.status == "done" and "transfer" not in run.final for run in result.runs)
+    again = two_rates(tmp_path / "stopped", operators=("softmax",), seeds=(0, 1), screening_seeds=None).run()
+    assert (again.status, again.left) == ("done", 0)
+    (chosen,) = again.best_learning_rates.values()
+    assert [len(run.final.get("transfer", ())) for run in again.runs] == [
+        2 * (run.learning_rate == chosen) for run in again.runs
+    ]
+
+
+def test_a_record_lost_before_the_measurement(tmp_path):
+    folder = tmp_path / "run"
+    config = TrainConfig(steps=2, batch_size=4, tensorboard=False)
+    first = train(model(), TASK, config, folder, measure_end=False)
+    assert not first.measured
+    assert train(model(), TASK, config, folder, measure_end=False) == first
+    (folder / "run.json").unlink()
+    assert not train(model(), TASK, config, folder, measure_end=False).measured
+    (folder / "run.json").unlink()
+    found = train(model(), TASK, config, folder)
+    assert found.measured
+    assert found.final == {**first.final, "transfer": found.final["transfer"]}
+    assert len(found.final["transfer"]) == 2
+
+
+def test_the_estimate_counts_a_measurement_once_a_seed():
+    spec = two_rates("unused", operators=("softmax",)).spec
+    without, with_end = (estimate(spec, {"softmax": Timing(1.0, 0.0, 0.0, end)}, 10, 1) for end in (0.0, 7.0))
+    assert with_end - without == 3 * 7.0

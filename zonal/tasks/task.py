@@ -144,6 +144,10 @@ class Task(ABC):
         """
         return iter(())
 
+    def measures_end(self) -> bool:
+        """Whether a finished run is measured on anything beside the evaluation set."""
+        return type(self).examine is not Task.examine or next(iter(self.transfer_batches(1)), None) is not None
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON values from which ``tasks.from_config`` rebuilds this task."""

@@ -89,18 +89,28 @@ class Comparison:
             first = [self._record(run, root) for run in self.spec.runs()]
             return first + [self._record(run, root) for run in self._screened(first)]
 
+    def _chosen(self, records: list[RunResult]) -> dict[str, float]:
+        """The best rate of each operator whose runs that try the rates have all ended, if one was done."""
+        tried = [record for record in records if record.seed in self.spec.screening]
+        waiting = {record.operator for record in tried if record.status not in ("done", "failed")}
+        best = self.best_learning_rates(tuple(tried))
+        return {operator: rate for operator, rate in best.items() if rate is not None and operator not in waiting}
+
     def _screened(self, screening: list[RunResult]) -> list[PlannedRun]:
         """The runs of the seeds that take the rate chosen by ``screening``, for the operators that have one."""
-        spec = self.spec
-        ended = {
-            operator: all(run.status in ("done", "failed") for run in screening if run.operator == operator)
-            for operator in spec.operators
-        }
         return [
-            spec.planned(operator, seed, rate)
-            for operator, rate in self.best_learning_rates(tuple(screening)).items()
-            if rate is not None and ended[operator]
-            for seed in spec.seeds[len(spec.screening) :]
+            self.spec.planned(operator, seed, rate)
+            for operator, rate in self._chosen(screening).items()
+            for seed in self.spec.seeds[len(self.spec.screening) :]
+        ]
+
+    def _unmeasured(self, records: list[RunResult]) -> list[PlannedRun]:
+        """The finished runs at the chosen rates that are still to be measured at their end."""
+        chosen = self._chosen(records)
+        return [
+            self.spec.planned(record.operator, record.seed, record.learning_rate)
+            for record in records
+            if record.status == "done" and not record.measured and chosen.get(record.operator) == record.learning_rate
         ]
 
     def run(
@@ -169,28 +179,38 @@ class Comparison:
             emit(self._record(runs[number]).ended(runs[number].name))
 
     def _rounds(self) -> Iterator[list[PlannedRun]]:
-        """What can be run at once. With screening, an operator at a time: its rates, then its other seeds."""
+        """What can be run at once: runs that try the rates, then what waits for the best of them. With screening, an
+        operator at a time.
+        """
         runs = self.spec.runs()
-        if self.spec.screening_seeds is None:
-            yield runs
-            return
-        for operator in self.spec.operators:
-            tried = [run for run in runs if run.operator == operator]
+        groups = [(operator,) for operator in self.spec.operators]
+        for group in [self.spec.operators] if self.spec.screening_seeds is None else groups:
+            tried = [run for run in runs if run.operator in group]
             yield tried
-            yield [run for run in self._screened([self._record(run) for run in runs]) if run.operator == operator]
+            records = [self._record(run) for run in tried]
+            yield self._unmeasured(records) + self._screened(records)
 
     def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
         """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
+
+        Measurements at the end may take longer than training. Where several rates are tried, a run is measured only
+        once its rate is known to be the best of its operator.
 
         Raises: FileWriteError, since no other run could be written either; FolderInUseError.
         """
         folder = self.directory / run.name
         config = replace(self.training, learning_rate=run.learning_rate, seed=run.seed)
+        tried = [self._record(each) for each in self.spec.runs() if each.operator == run.operator]
+        measure_end = (
+            len(self.spec.learning_rates) == 1
+            or run.seed not in self.spec.screening
+            or self._chosen(tried).get(run.operator) == run.learning_rate
+        )
         try:
             model = language_model(self.spec.model_for(run.operator), run.seed).to(self.spec.device)
             return train(
                 model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name,
-                label=run.label, threads=self.threads
+                label=run.label, threads=self.threads, measure_end=measure_end,
             )  # fmt: skip
         except (FileWriteError, FolderInUseError):
             raise
@@ -257,17 +277,21 @@ class Comparison:
         )
 
     def _remaining(self, records: list[RunResult]) -> int:
-        """How many runs are left. An operator that failed at every rate has no runs with other seeds."""
+        """How many runs are left, measurements included. An operator that failed at every rate has no runs with other
+        seeds.
+        """
         ended = sum(record.status in ("done", "failed") for record in records)
-        return 0 if ended == len(records) else len(self.spec.operators) * self.spec.runs_each - ended
+        total = len(records) if ended == len(records) else len(self.spec.operators) * self.spec.runs_each
+        return total - ended + len(self._unmeasured(records))
 
     def _left(self, runs: list[PlannedRun], emit: events.Listener, retry_failed: bool) -> list[PlannedRun]:
         """Those of ``runs`` that are not at their end, in order; the others are announced as skipped."""
         ended = {"done"} if retry_failed else {"done", "failed"}
         left: list[PlannedRun] = []
+        owed = self._unmeasured(self.records())
         for run in runs:
             record = self._record(run)
-            if record.status in ended:
+            if record.status in ended and run not in owed:
                 emit(record.ended(run.name, skipped=True))
             else:
                 left.append(run)

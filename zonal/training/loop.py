@@ -57,6 +57,7 @@ def train(
     label: str | None = None,
     threads: int | None = None,
     processes: Processes | None = None,
+    measure_end: bool = True,
 ) -> RunResult:
     """Train ``model`` on ``task`` and keep everything in ``directory``.
 
@@ -73,8 +74,10 @@ def train(
         threads: of torch, on the CPU; by default as many as it has now. A run that goes on keeps the number it began
             with.
         processes: how the run is spread over processes (``several_processes``); None: this one alone.
+        measure_end: measure the finished run on what the task has beside its evaluation set (``transfer_batches``,
+            ``examine``). False leaves that to a later call, since it may take longer than training.
 
-    Returns: what run.json holds. A finished run is returned as it is, without work.
+    Returns: what run.json holds. A run that is finished, and measured if that is wished, is returned as it is.
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
@@ -94,7 +97,10 @@ def train(
     with contextlib.ExitStack() as held:
         processes.first(lambda: held.enter_context(folder_lock(folder, wait=30.0 if resume else 0.0)))
         listener = on_event if on_event is not None and processes.writes else events.ignore
-        work = _Run(model, task, config, folder, processes, listener, should_stop or _never, run or folder.name, label)
+        work = _Run(
+            model, task, config, folder, processes, listener, should_stop or _never, run or folder.name, label,
+            measure_end,
+        )  # fmt: skip
         return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
@@ -137,9 +143,10 @@ class _Run:
         should_stop: Callable[[], bool],
         name: str,
         label: str | None,
+        measure_end: bool,
     ):
         self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.processes, self.emit, self.name = processes, emit, name
+        self.processes, self.emit, self.name, self.measure_end = processes, emit, name, measure_end
         self.should_stop = lambda: processes.any(should_stop())
         if config.dtype == "float64":
             model.double()
@@ -147,8 +154,9 @@ class _Run:
             model.float()
         operator = entry_of(model.config.layers)
         self.record = RunResult(
-            operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype
-        )
+            operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype,
+            measured=measure_end or not task.measures_end(),
+        )  # fmt: skip
         self.record.parameters = model.num_parameters()
         if isinstance(model, CausalLM):
             self.record.memory_bytes = {str(length): model.memory_bytes(length) for length in MEMORY_LENGTHS}
@@ -184,7 +192,7 @@ class _Run:
         if self.curriculum is not None and self.curriculum.empty:
             self.notes += ("the model has no gates: the curriculum changes nothing",)
         if self._finished():
-            return self._finish_quietly()
+            return self._complete(threads)
         with deterministic(self.config.seed, threads, self.device):
             if random_state is not None:
                 torch.set_rng_state(random_state)
@@ -207,12 +215,7 @@ class _Run:
         self.memory = PeakMemory(self.device)
         self.record.peak_memory_method = self.memory.method
         self._write("running")
-        self.emit(
-            events.RunStarted(
-                self.name, self.record.operator, self.record.label, self.config.seed, self.config.learning_rate,
-                self.progress.step, self.config.steps, self.notes,
-            )
-        )  # fmt: skip
+        self._announce_start()
         try:
             status = self._loop()
         except NonFiniteError as error:
@@ -336,7 +339,7 @@ class _Run:
         """
         config, step, size = self.config, self.progress.step, self.config.evaluation_batch_size
         predictor = self.processes.predictor(self.model)
-        total, cells, marks = Accumulator(self.task.bytes_per_token), Cells(), Marks()
+        total = Accumulator(self.task.bytes_per_token)
         for batch in self._heeding(self.task.evaluation_batches(size)):
             if batch is None:
                 return None
@@ -346,8 +349,18 @@ class _Run:
             raise self._non_finite_error(
                 f"the evaluation loss became {metrics['loss']} after step {step}", self._locate_in_evaluation()
             )
-        if step < config.steps and not self._good_enough(metrics):
+        if not self.measure_end or (step < config.steps and not self._good_enough(metrics)):
             return metrics
+        ended = self._measured_at_end()
+        return None if ended is None else {**metrics, **ended}
+
+    def _measured_at_end(self) -> dict[str, Any] | None:
+        """What a finished run is measured on beside the evaluation set; None when it was broken off by a wish to
+        stop.
+        """
+        config, size = self.config, self.config.evaluation_batch_size
+        predictor = self.processes.predictor(self.model)
+        cells, marks = Cells(), Marks()
         for batch in self._heeding(self.task.transfer_batches(size)):
             if batch is None:
                 return None
@@ -357,7 +370,7 @@ class _Run:
                 return None
             marks.add(found)
         ended = {"transfer": cells.result(), "examined": marks.result()}
-        return {**metrics, **{name: found for name, found in ended.items() if found}}
+        return {name: found for name, found in ended.items() if found}
 
     def _heeding(self, items: Iterable[T]) -> Iterator[T | None]:
         """The items, each announced when it is done; None, and no more, once a stop is wished."""
@@ -462,22 +475,44 @@ class _Run:
         if self._finished():
             inspect.write(self.folder, plain, self.task)
 
-    def _finish_quietly(self) -> RunResult:
-        """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it
-        was written.
+    def _complete(self, threads: int) -> RunResult:
+        """A run whose last checkpoint is the last step. Its record may be complete, may have been lost by a kill just
+        before it was written, or may lack the measurement at the end.
         """
         self.processes.first(lambda: kept(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256))
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
-        if found is not None and found.status == "done":
+        if found is not None and found.status == "done" and (found.measured or not self.measure_end):
             self.record = found
-        else:
-            self._describe_run()
-            self.memory = PeakMemory(self.device)
-            self.record.peak_memory_method = self.memory.method
-            self._inspect()
-            self._write("done")
-        self._announce_end(skipped=True)
+            self._announce_end(skipped=True)
+            return self.record
+        self._describe_run()
+        self.memory = PeakMemory(self.device)
+        self.record.peak_memory_method = self.memory.method
+        if self.measure_end and not self._add_end(threads):
+            if found is not None:
+                self.record = found
+            self._announce_end()
+            return self.record
+        self._inspect()
+        self._write("done")
+        self._announce_end(skipped=not self.measure_end)
         return self.record
+
+    def _add_end(self, threads: int) -> bool:
+        """Measure the finished run at its end, into ``final``; False when that was broken off by a wish to stop."""
+        self._announce_start()
+        started = time.perf_counter()
+        with (
+            deterministic(self.config.seed, threads, self.device),
+            evaluating(self.model),
+            autocast(self.device, self.config.dtype),
+        ):
+            ended = self._measured_at_end()
+        self.progress.evaluation_seconds += time.perf_counter() - started
+        if ended is None:
+            return False
+        self.progress.final = {**(self.progress.final or {}), **ended}
+        return True
 
     def _changes(self, threads: int) -> tuple[str, ...]:
         """What of the surroundings is not as it was when the run began, and so may change the bits."""
@@ -490,6 +525,14 @@ class _Run:
         if threads != self.progress.threads:
             found.append(f"threads stay {self.progress.threads}, as the run began (the process has {threads})")
         return tuple(found)
+
+    def _announce_start(self) -> None:
+        self.emit(
+            events.RunStarted(
+                self.name, self.record.operator, self.record.label, self.config.seed, self.config.learning_rate,
+                self.progress.step, self.config.steps, self.notes,
+            )
+        )  # fmt: skip
 
     def _announce_end(self, *, skipped: bool = False) -> None:
         self.emit(self.record.ended(self.name, skipped=skipped))

@@ -1,6 +1,7 @@
 """How many updates a budget allows: each operator is timed on the real task, then every run gets the same number.
 
     budget · 0.9 - time spent so far  ≥  Σ over runs of (n · update + evaluations(n) · evaluation + overhead) / jobs
+                                         + Σ over operators and seeds of end / jobs
 
 The largest such n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one
 second.
@@ -39,11 +40,14 @@ _MEASURED_BATCHES = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one operator: an update (median after a warm-up), a whole evaluation, and everything else of a run."""
+    """Seconds of one operator: an update (median after a warm-up), a whole evaluation, the measurement at the end of a
+    run, and everything else of a run.
+    """
 
     update: float
     evaluation: float
     overhead: float
+    end: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,12 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
             transferred = sum(
                 batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size)
             )
-            overhead += time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
+            end = time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
             # an examination has about as many batches as an evaluation; one is enough to know what they take
             started = time.perf_counter()
             if next(iter(spec.task.examine(cast(Examinee, model), config.evaluation_batch_size)), None) is not None:
-                overhead += (time.perf_counter() - started) * count
-    return Timing(median(updates[1:]), making + count * median(batches), overhead)
+                end += (time.perf_counter() - started) * count
+    return Timing(median(updates[1:]), making + count * median(batches), overhead, end)
 
 
 def evaluations(config: TrainConfig, steps: int) -> int:
@@ -120,8 +124,11 @@ def evaluations(config: TrainConfig, steps: int) -> int:
 def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs: int) -> float:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
     count = evaluations(spec.training, steps)
-    one = sum(steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values())
-    total = one * spec.runs_each
+    total = sum(
+        spec.runs_each * (steps * timing.update + count * timing.evaluation + timing.overhead)
+        + len(spec.seeds) * timing.end  # only at the best rate
+        for timing in timings.values()
+    )
     return total if jobs == 1 else total * CROWDING / jobs + WORKER_SECONDS
 
 

@@ -29,6 +29,7 @@ class RunResult:
         (measured by ``peak_memory_method``); ``memory_bytes``: size of one sequence's memory after so many tokens.
     Findings: ``final`` and ``best`` metrics (``best`` with its ``step``), ``steps_to``: threshold → first evaluated
         step with at least this accuracy; ``learned`` quantities of each layer, and ``learned_before`` the first step.
+        ``measured``: False where ``final`` lacks what the task measures of finished runs beside its evaluation set.
     """
 
     operator: str
@@ -56,6 +57,7 @@ class RunResult:
     steps_to: dict[str, int | None] = field(default_factory=dict)
     learned: list[Any] = field(default_factory=list)
     learned_before: list[Any] = field(default_factory=list)
+    measured: bool = True
 
     def write(self, directory: Path) -> None:
         """Write run.json in ``directory``, atomically."""
