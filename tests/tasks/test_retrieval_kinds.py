@@ -153,16 +153,30 @@ def test_in_a_trace_neither_agent_nor_tool_is_enough():
 
 
 @pytest.mark.parametrize(
-    "kind", ["mqar", "needle", "two-hop", "common-word", "common-value", "tool-trace", "system-prompt-distractors"]
+    "kind",
+    [
+        "mqar",
+        "needle",
+        "two-hop",
+        "common-word",
+        "common-value",
+        "tool-trace",
+        "system-prompt",
+        "system-prompt-distractors",
+    ],
 )
 def test_a_guess_is_right_as_often_as_said(kind):
-    """Drawing one of the answers that the context offers, as often as each stands there."""
+    """Drawing one of the answers that the context offers, as often as each stands there, but for those that followed
+    earlier questions.
+    """
     stream, right, pairs = np.random.default_rng(0), [], 4
     for number in range(1500):
         tokens, targets = example(kind, pairs, 64, WORDS, (number,))
         context = tokens[: tokens.tolist().index(SIGNS["?"])]
-        offered = context[np.isin(context, list(WORDS.values))]
-        right += [stream.choice(offered) == targets[at] for at in np.flatnonzero(targets != -100)]
+        offered = context[np.isin(context, list(WORDS.values))].tolist()
+        for at in np.flatnonzero(targets != -100):
+            right.append(stream.choice(offered) == targets[at])
+            offered.remove(targets[at])
     # two equal values are possible where values are drawn alike
     assert np.mean(right) == pytest.approx(KINDS[kind].guess(pairs), abs=0.035)
 

@@ -128,7 +128,7 @@ class Retrieval(Drawn[Shape]):
             yield from self.fixed([(shape, code)], examples, rows, use)
 
     def guess(self) -> Guess:
-        """Any of the answers that a context offers is named, on the test shapes."""
+        """Any of the answers that a context offers and that no earlier question had is named, on the test shapes."""
         shapes = self.test_shapes or ()
         return Guess(sum(KINDS[shape.kind].guess(shape.pairs) for shape in shapes) / len(shapes))
 
@@ -138,7 +138,7 @@ class Retrieval(Drawn[Shape]):
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
         return (
             f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context "
-            f"is right in {self.guess().value:.0%}{transfer}."
+            f"that were not named yet is right in {self.guess().value:.0%}{transfer}."
         )
 
     def word(self, token: int) -> str:

@@ -156,7 +156,8 @@ class Kind:
     length) → the context, of the length that the questions leave, and the questions. needs: distinct keys and distinct
     values that must exist for so many pairs.
     guess: the chance of a right answer for who names any of the answers that the context offers, as often as each
-    stands there; in an economy, for who always names the most frequent count.
+    stands there, and leaves out one for each answer that followed an earlier question; in an economy, for who always
+    names the most frequent count.
     """
 
     about: str
@@ -304,34 +305,39 @@ def _questions(pairs: int) -> int:
     return min(MOST_QUESTIONS, pairs)
 
 
+def _guess(offered: int, questions: int) -> float:
+    """Answers that were named are left out: 1 of ``offered`` at the first question, of one less at the second."""
+    return sum(1 / (offered - number) for number in range(questions)) / questions
+
+
 KINDS: dict[str, Kind] = {
     "mqar": Kind(
         "every key of a list of pairs is asked after a gap",
         lambda n: 5 * n - 1,
         _mqar,
         lambda n: (n, 1),
-        lambda n: 1 / n,
+        lambda n: _guess(n, n),
     ),
     "system-prompt": Kind(
         "variables set at the start are asked after a scratchpad of noise",
         lambda n: 2 * n + 2 + 3 * _questions(n) - 1,
         partial(_system_prompt, distractors=False),
         lambda n: (n, 1),
-        lambda n: 1 / n,
+        lambda n: _guess(n, _questions(n)),
     ),
     "system-prompt-distractors": Kind(
         "as system-prompt, with assignments of other variables in the scratchpad",
         lambda n: 4 * n + 2 + 3 * _questions(n) - 1,
         partial(_system_prompt, distractors=True),
         lambda n: (2 * n, 1),
-        lambda n: 1 / (2 * n),
+        lambda n: _guess(2 * n, _questions(n)),
     ),
     "tool-trace": Kind(
         "results of calls by several agents and tools are asked",
         lambda n: 5 * n + 6 * _questions(n) - 1,
         _tool_trace,
         lambda n: (4 * _side(n), 1),
-        lambda n: 1 / n,
+        lambda n: _guess(n, _questions(n)),
     ),
     "economy": Kind(
         "how much gold or wood an agent has after mining, trading and building",
