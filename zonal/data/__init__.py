@@ -3,7 +3,7 @@
 from zonal.cache import cache_folder
 from zonal.data import tokenizers
 from zonal.data.corpora import Source, novel, open_source
-from zonal.data.permutation import permuted
+from zonal.data.permutation import permuted, shuffled_rows
 from zonal.data.prepare import cached_corpus, pretokenise
 from zonal.data.shards import Corpus, is_corpus, open_corpus, write_corpus
 from zonal.data.tokenizers import Tokenizer
@@ -20,6 +20,7 @@ __all__ = [
     "open_source",
     "permuted",
     "pretokenise",
+    "shuffled_rows",
     "tokenizers",
     "write_corpus",
 ]

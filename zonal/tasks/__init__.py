@@ -4,6 +4,7 @@ pictures and language modelling. Tasks are found by ``resolve``.
 
 from zonal.tasks.algorithmic import Algorithmic
 from zonal.tasks.expressions import Expressions
+from zonal.tasks.glosses import Glosses
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
 from zonal.tasks.masked import MaskedText
@@ -17,7 +18,7 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Guess, Task
 from zonal.tasks.text import Text
 
 __all__ = [
-    "IGNORED", "MQAR", "Algorithmic", "Ancestors", "Batch", "Examined", "Expressions", "Guess", "Lookup", "MaskedText",
-    "Paths", "Periodic", "Pixels", "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings", "Text",
-    "from_config", "grid", "multiquery_ar", "names", "resolve",
+    "IGNORED", "MQAR", "Algorithmic", "Ancestors", "Batch", "Examined", "Expressions", "Glosses", "Guess", "Lookup",
+    "MaskedText", "Paths", "Periodic", "Pixels", "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings",
+    "Text", "from_config", "grid", "multiquery_ar", "names", "resolve",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.data import permuted
+from zonal.data import shuffled_rows
 from zonal.data.images import FASHION_CLASSES, FASHION_MNIST, Images, fashion_mnist
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
@@ -85,11 +85,7 @@ class Pixels(Task):
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Pixels.train_batch", batch_size, step, seed)
-        count = len(self._train[0])
-        epochs, places = np.divmod(step * batch_size + np.arange(batch_size), count)
-        rows = np.concatenate(
-            [permuted(places[epochs == epoch], count, (seed, epoch)) for epoch in np.unique(epochs).tolist()]
-        )
+        rows = shuffled_rows(step * batch_size + np.arange(batch_size), len(self._train[0]), seed)
         return self._batch(self._train, torch.from_numpy(rows))
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ from zonal.errors import ArgumentError, FileFormatError, unknown_name
 from zonal.names import known_names
 from zonal.tasks.algorithmic import ALGORITHMS, Algorithmic
 from zonal.tasks.expressions import Expressions
+from zonal.tasks.glosses import Glosses
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.lookup import Lookup
 from zonal.tasks.masked import MaskedText
@@ -127,6 +128,11 @@ def _pixels(name: str, given: Given) -> Pixels:
         )
     folder = {"folder": given["data"]} if "data" in given else {}
     return Pixels(**folder, **side, **_given(given, "test_examples"), name=name)
+
+
+def _glosses(name: str, given: Given) -> Glosses:
+    folder = {"folder": given["data"]} if "data" in given else {}
+    return Glosses(**folder, **_given(given, "length", "test_examples"), name=name)
 
 
 def _masked(name: str, given: Given) -> MaskedText:
@@ -286,6 +292,11 @@ _TASKS = {
         ("data", "length", "test_examples"),
         _pixels,
     ),
+    "glosses": _Entry(
+        "which of 20,480 nouns of WordNet is defined, by half of the words of its definition; by encoders",
+        ("data", "length", "test_examples"),
+        _glosses,
+    ),
     "masked-text": _Entry(
         "hidden tokens of a text, named from those before and after them, by encoders", _TEXT_ARGUMENTS, _masked
     ),
@@ -333,7 +344,7 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    known = (Algorithmic, Expressions, Lookup, MaskedText, MQAR, Periodic, Pixels, Retrieval, Text)
+    known = (Algorithmic, Expressions, Glosses, Lookup, MaskedText, MQAR, Periodic, Pixels, Retrieval, Text)
     kinds = {kind.kind: kind for kind in known}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:

@@ -12,7 +12,7 @@ class TaskSettings:
 
     data: Annotated[str | None, FileName()] = None
     """For text: a file, folder, pattern, tokenised corpus, hub:name[:split[:column]] or novel. None: novel. For
-    fashion-pixels: the folder of the files. None: where the Debian package puts them."""
+    fashion-pixels and glosses: the folder of the files. None: where the Debian package puts them."""
     tokenizer: str | None = None
     """For text: the tokeniser, byte, gpt2, or a file that `zonal tokenizer` wrote. None: byte."""
     length: Annotated[int | None, TOKENS] = None

@@ -27,6 +27,8 @@ class TrainSettings:
     """Split each batch into this many parts, which saves memory and takes more time. The gradient is the same."""
     weight_decay: Annotated[float, Between(0, 1000)] = 0.1
     """Weight decay of AdamW, applied to matrices only."""
+    betas: tuple[Annotated[float, SHARE], Annotated[float, SHARE]] = (0.9, 0.95)
+    """Decay of AdamW's two moments. Where a class is rare, the second must remember longer than a class is away."""
     warmup_ratio: Annotated[float, SHARE] = 0.1
     """Share of the steps during which the learning rate rises."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
@@ -62,7 +64,6 @@ class TrainConfig(TrainSettings):
     steps: updates. In a comparison with a time budget it is the most that is allowed.
     batch_size: sequences in one update, whatever ``accumulate`` is, which must divide it.
     learning_rate: the highest; see ``zonal.training.schedule``.
-    betas: of AdamW.
     curriculum: the parts of the run after which the second, the third and the last stage of
         ``zonal.training.curriculum`` begin, three rising numbers from 0 to 1; None opens all gates at once. Layers
         without gates learn as ever.
@@ -75,7 +76,6 @@ class TrainConfig(TrainSettings):
     steps: int = 1000
     batch_size: int = 64
     learning_rate: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
     curriculum: tuple[float, ...] | None = None
     thresholds: tuple[float, ...] = (0.5, 0.9, 0.99)
     seed: int = 0
