@@ -33,6 +33,7 @@ from zonal.errors import ArgumentError, PathError
 
 # relative to the largest entry; float64 leaves room for sums in another order and for solves
 TOLERANCE = 1e-9
+FADING = 1e-7  # sums of a block whose past fades are counted in units of its start: rounding grows by up to e^MOST_GROWTH
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +66,14 @@ def defined(operator: Operator, case: Inputs) -> list[Tensor]:
     return [y, *gradients(y, case, operator)]
 
 
-def check(operator: Operator, case: Inputs, path: str, expected: list[Tensor]) -> None:
+def check(operator: Operator, case: Inputs, path: str, expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
     """Raise AssertionError unless ``path`` gives what is expected."""
     y = case.run(operator, path)
     assert torch.isfinite(y).all()
     for index, (a, b) in enumerate(zip([y, *gradients(y, case, operator)], expected, strict=True)):
         scale = 1 + (b.abs().max().item() if b.numel() else 0)
         error = (a - b).abs().max().item() if b.numel() else 0.0
-        assert error <= TOLERANCE * scale, (
+        assert error <= tolerance * scale, (
             f"{path}: item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
         )
 
@@ -180,7 +181,7 @@ def test_long_and_wide(name: str, case_name: str) -> None:
     expected = defined(operator, data)
     for path in paths(name, case):
         if path != "streaming":
-            check(operator, data, path, expected)
+            check(operator, data, path, expected, FADING if name == "ska-fading" else TOLERANCE)
 
 
 # of each family one: a row's sum, a count of keys, a carried sum with and without a decay, two solves, a distance

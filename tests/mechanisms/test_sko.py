@@ -125,7 +125,7 @@ def test_weights_of_the_theory_learn_in_units_of_their_size() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert parameter.abs().max() < 2
-    assert (parameter - expected).abs().max(0).values.min() > 0.02  # each degree learns, that which starts at 0 too
+    assert (parameter - expected).abs().max(0).values.min() > 1e-3  # each degree learns, that which starts at 0 too
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Prese
 def _options(kind: type, values: Mapping[str, Any], command: str) -> Any:
     """Options of a class by name; the others are at their defaults."""
     check_fields("preset", kind, values)
-    options = kind(**values)
+    # TOML knows no tuples
+    options = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     limits.check(command, options)
     return options
 

@@ -27,7 +27,7 @@ class TrainSettings:
     """Split each batch into this many parts, which saves memory and takes more time. The gradient is the same."""
     weight_decay: Annotated[float, Between(0, 1000)] = 0.1
     """Weight decay of AdamW, applied to matrices only."""
-    betas: tuple[Annotated[float, SHARE], Annotated[float, SHARE]] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], SHARE] = (0.9, 0.95)
     """Decay of AdamW's two moments. Where a class is rare, the second must remember longer than a class is away."""
     warmup_ratio: Annotated[float, SHARE] = 0.1
     """Share of the steps during which the learning rate rises."""
