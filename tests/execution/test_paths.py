@@ -33,7 +33,7 @@ from zonal.errors import ArgumentError, PathError
 
 # relative to the largest entry; float64 leaves room for sums in another order and for solves
 TOLERANCE = 1e-9
-FADING = 1e-7  # sums of a block whose past fades are counted in units of its start: rounding grows by up to e^MOST_GROWTH
+FADING = 1e-7  # sums are counted in units of a block's start: rounding grows by up to e^MOST_GROWTH
 
 
 @pytest.fixture(autouse=True)
