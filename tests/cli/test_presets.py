@@ -43,7 +43,7 @@ EXPANDED = {
     "slay-tasks": "9a758542db49c5dc",
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
-    "echo-1m": "b1a930b3256e55cb",
+    "echo-1m": "a6e20c97f1503f22",
     "echo-1m-form": "c700bd0b9130d7fc",
     "mqar-memory": "5dd5f21e02518a5d",
     "echo-tools": "f5facedc8c61ddb8",

@@ -70,6 +70,9 @@ def test_ours_beside_theirs(folder):
     assert cells["Far"] == ["0.220 ± 0.020", "0.520 ± 0.020", "0.500", "0.750"]
     assert cells["Nothing"] == ["–", "–", "–", "–"]
     assert [cell.best for cell in table.rows[0][1][1:3]] == [False, True]
+    (softmax,) = [row for row in report.as_json(summary)["operators"] if row["operator"] == "softmax"]
+    lines = softmax["published"]["Their table 7"]
+    assert {line: total["mean"] for line, total in lines.items()} == pytest.approx({"Needles": 0.22, "Far": 0.22})
 
 
 def test_what_is_drawn(folder):

@@ -118,6 +118,10 @@ def test_the_settings_of_the_paper():
     assert {shape.kind for shape in mixed.transfer_shapes} == {
         kind for kind in KINDS if kind not in ("economy", "common-value") and not kind.startswith("offset")
     }
+    gaps = tasks.resolve("mixed-gaps")
+    assert isinstance(gaps, Retrieval)
+    assert [sorted({shape.length for shape in stage.shapes}) for stage in gaps.stages] == [[64], [64, 128, 256]]
+    assert (gaps.test_shapes, gaps.transfer_shapes) == (mixed.test_shapes, mixed.transfer_shapes)
     cells = tasks.resolve("mqar-grid")
     assert isinstance(cells, Retrieval)
     assert {(shape.pairs, shape.length) for shape in cells.transfer_shapes} >= {

@@ -65,6 +65,7 @@ def _row_json(summary: Summary, row: Row, target: float | None) -> dict[str, Any
         "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
         "slices": _spreads(row.slices),
         "transfer": _spreads(transfer.by_slice(summary, row)),
+        "published": _spreads(transfer.by_published_line(summary, row)),
         "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
         "behind": behind,
         "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),

@@ -57,6 +57,15 @@ def by_slice(summary: Summary, row: Row) -> dict[str, dict[str, Spread]]:
     }
 
 
+def by_published_line(summary: Summary, row: Row) -> dict[str, dict[str, Spread]]:
+    """Accuracy of an operator in each line of the paper's tables: {table: {line: over seeds}}."""
+    published = summary.data.published
+    return {
+        table.title: {line.label: total for line in table.rows if (total := over_seeds(row, line))}
+        for table in (() if published is None else published.tables)
+    }
+
+
 def by_task(summary: Summary) -> Table:
     """The mean of all cells of a task, one row a task."""
     shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
