@@ -46,6 +46,7 @@ FLOORS = {
     "cache": 1,
     "limits": 1,
     "workers": 1,
+    "subnormals": 0,
     "errors": 0,
     "torch_func": 0,
 }

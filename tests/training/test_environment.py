@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from zonal.cli import app
 from zonal.errors import ArgumentError
 from zonal.training import environment
 from zonal.training.environment import FolderInUseError, PeakMemory, deterministic, folder_lock, interruptible
@@ -44,6 +45,18 @@ def test_deterministic_puts_everything_back():
     assert torch.equal(torch.get_rng_state(), before)
     with deterministic(3, threads, CPU):
         assert torch.equal(torch.rand(2), first)
+
+
+def test_subnormal_numbers_count_as_zero_in_runs_and_commands(monkeypatch):
+    tiny = torch.tensor(1e-39)
+    with deterministic(3, 1, CPU):
+        with deterministic(3, 1, CPU):
+            assert not tiny * 1
+        assert not tiny * 1
+    assert tiny * 1
+    monkeypatch.setattr(app, "_dispatch", lambda words: 0 if tiny * 1 else 7)
+    assert app.main([]) == 7
+    assert tiny * 1
 
 
 def test_first_interrupt_is_a_wish_second_is_at_once(request):

@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 import zonal
-from zonal import device_memory, limits
+from zonal import device_memory, limits, subnormals
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 MISTAKE = 2
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's). Returns the exit code; see the package's docstring."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(words)
+        with subnormals.flushed():  # ahead of all threads, so that each does the same
+            code = _dispatch(words)
         # a broken pipe may only show when what is buffered is written
         sys.stdout.flush()
         return code

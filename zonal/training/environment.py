@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zonal import subnormals
 from zonal.errors import ArgumentError
 from zonal.execution import machine
 
@@ -42,7 +43,7 @@ def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[Non
     that attention takes, so paths are planned by typical rates instead of those measured on this machine (a call that
     takes more than a sixteenth of 8 GB still depends on the memory that is free). Random numbers start from ``seed``;
     the caller's generators are not touched. On CUDA only the random numbers are fixed: deterministic kernels exist for
-    few of the operations used, and bit-identity is promised for the CPU alone.
+    few of the operations used, and bit-identity is promised for the CPU alone. Subnormal numbers count as 0.
     """
     previous_threads = torch.get_num_threads()
     previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -56,7 +57,7 @@ def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[Non
                 # filling fresh memory costs a pass over every buffer and would only hide a read of garbage
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.manual_seed(seed)
-            with machine.typical_rates() if device.type == "cpu" else contextlib.nullcontext():
+            with machine.typical_rates() if device.type == "cpu" else contextlib.nullcontext(), subnormals.flushed():
                 yield
         finally:
             torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
