@@ -55,7 +55,7 @@ def here(tmp_path, monkeypatch):
         (f"compare --task mqar-demo --budget {'9' * 400}h", "--budget"),
         ("compare --resume 'a\0b'", "--resume"),
         ("compare --task mqar-demo --title '\udcff'", "--title"),
-        ("generate --model x --temperature 1e-320", "temperature"),
+        ("generate --model x --temperature 1e-300", "temperature"),
         ("influence --tokens 1000000000", "--tokens"),
         ("explain --shape 1,1,1,99999999999999999999999", "--shape"),
         ("train --task text --data 'a\0b'", "--data"),
