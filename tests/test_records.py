@@ -31,6 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMING = (
     "docs/echo.md",
     "docs/echo_failures.md",
+    "docs/echo_paper_size.md",
     "docs/rewa.md",
     "docs/rewa_ablations.md",
     "docs/verdicts_measured.md",

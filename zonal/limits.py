@@ -54,13 +54,13 @@ def check(call: str, options: Any) -> None:
             check(call, value)
             continue
         option = f"{call}: --{field.name.replace('_', '-')}"
-        for one in value if isinstance(value, tuple) else (value,):
+        for entry in value if isinstance(value, tuple) else (value,):
             for part in hints[field.name]:
-                if isinstance(part, Between) and one is not None and not part.least <= one <= part.most:
-                    raise ArgumentError(f"{option} must be {part}, received {one}.")
-            if isinstance(one, Path | str):
-                is_path = isinstance(one, Path) or any(isinstance(part, FileName) for part in hints[field.name])
-                _check_text(option, str(one), is_path)
+                if isinstance(part, Between) and entry is not None and not part.least <= entry <= part.most:
+                    raise ArgumentError(f"{option} must be {part}, received {entry}.")
+            if isinstance(entry, Path | str):
+                is_path = isinstance(entry, Path) or any(isinstance(part, FileName) for part in hints[field.name])
+                _check_text(option, str(entry), is_path)
 
 
 def _check_text(option: str, text: str, is_path: bool) -> None:

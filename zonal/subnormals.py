@@ -1,4 +1,4 @@
-"""Numbers below 1.2e-38, which processors are slow at."""
+"""Subnormal numbers, which are nearer to 0 than 1.2e-38 in float32: processors are slow at them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,12 +8,13 @@ import torch
 
 @contextlib.contextmanager
 def flushed() -> Iterator[None]:
-    """Float32 numbers below 1.2e-38, and float64 ones below 2.2e-308, count as 0 in this thread and in threads that it
-    starts meanwhile.
+    """Subnormal numbers count as 0 in this thread and in threads that it starts meanwhile; threads that torch has started
+    before still compute with them. What held before is put back.
 
-    A processor takes a hundred times longer for a product with such a number. Training meets them where attention is
-    sharp: the gradients of keys that are hardly attended to are as small.
+    A product with such a number takes a hundred times longer. Training meets them where attention is sharp: the
+    gradients of keys that are hardly attended to are as small.
     """
+    # torch can set this and does not tell it
     before = not (torch.tensor(1e-39, dtype=torch.float32) * 1).item()
     torch.set_flush_denormal(True)
     try:

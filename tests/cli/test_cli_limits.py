@@ -56,6 +56,7 @@ def here(tmp_path, monkeypatch):
         ("compare --resume 'a\0b'", "--resume"),
         ("compare --task mqar-demo --title '\udcff'", "--title"),
         ("generate --model x --temperature 1e-300", "temperature"),
+        ("train --task mqar-demo --betas 0.9 1.5", "--betas"),
         ("influence --tokens 1000000000", "--tokens"),
         ("explain --shape 1,1,1,99999999999999999999999", "--shape"),
         ("train --task text --data 'a\0b'", "--data"),

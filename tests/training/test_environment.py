@@ -59,6 +59,18 @@ def test_subnormal_numbers_count_as_zero_in_runs_and_commands(monkeypatch):
     assert tiny * 1
 
 
+def test_threads_that_a_command_starts_take_subnormal_numbers_for_zero():
+    """In a process of its own: here torch has long started its threads."""
+    program = (
+        "import torch; from zonal import subnormals\n"
+        "with subnormals.flushed():\n"
+        "    torch.set_num_threads(2)\n"
+        "    print(int((torch.full((1 << 20,), 1.2e-38) * 0.5).count_nonzero()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
 def test_first_interrupt_is_a_wish_second_is_at_once(request):
     # a shell that starts the suite in the background has it ignore the signal
     request.addfinalizer(
