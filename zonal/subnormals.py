@@ -8,8 +8,8 @@ import torch
 
 @contextlib.contextmanager
 def flushed() -> Iterator[None]:
-    """Subnormal numbers count as 0 in this thread and in threads that it starts meanwhile; threads that torch has started
-    before still compute with them. What held before is put back.
+    """Subnormal numbers count as 0 in this thread and in threads that it starts meanwhile. Threads that torch has
+    started before still compute with them. What held before is put back.
 
     A product with such a number takes a hundred times longer. Training meets them where attention is sharp: the
     gradients of keys that are hardly attended to are as small.
