@@ -121,7 +121,10 @@ class Case:
 
 
 def table() -> list[Case]:
-    """All rows: lengths, packed documents, decoding, sums over features, ridge read-outs."""
+    """All rows: lengths, packed documents, decoding, sums over features, ridge read-outs.
+
+    Those of 16k tokens or keys come first: a run that --minutes cuts short has every kind of row.
+    """
     cases = [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
         for dim in DIMS for gradients in (False, True) for tokens in LENGTHS for operator in TILED
@@ -133,11 +136,12 @@ def table() -> list[Case]:
         for operator in TILED
     ]
     cases += [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in TILED]
-    return cases + [
+    cases += [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
         for lengths, operators in ((SUMS_LENGTHS, SUMS), (RIDGE_LENGTHS, RIDGE))
         for dim in SUMS_DIMS for gradients in (False, True) for tokens in lengths for operator in operators
     ]  # fmt: skip
+    return sorted(cases, key=lambda case: abs(math.log2((case.keys or case.tokens) / TOKENS)))
 
 
 def flash() -> contextlib.AbstractContextManager[Any]:
