@@ -39,9 +39,9 @@ wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow 
 	@if ls dist/*-any.whl >/dev/null 2>&1; then echo "dist holds a wheel without compiled kernels: python -m pip wheel -v --no-deps . says why"; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wheel tests/kernels/test_wheel.py
 
-test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibration (compiling takes some minutes of all cores)
+test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, models, calibration (compiling takes some minutes of all cores)
 	@$(BIN)/python -c "import torch, sys; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device and a CUDA build of torch; this is torch ' + torch.__version__)"
-	@$(BIN)/python -m pytest tests/kernels tests/execution tests/test_benchmarks.py -m gpu -q
+	@$(BIN)/python -m pytest tests/kernels tests/execution tests/models tests/test_benchmarks.py -m gpu -q
 
 test-transformers: $(STAMP)  ## the generic tests of transformers on the models of zonal.hf; FOLDER=a checkout of its installed version
 	@$(BIN)/python -c "import parameterized" || { echo "make test-transformers: pip install parameterized first"; exit 1; }

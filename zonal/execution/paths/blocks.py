@@ -329,9 +329,9 @@ class Sight(NamedTuple):
         grid = grid.tril(self.diagonal) if self.mask is None else grid.masked_fill(~self.mask, 0)
         return grid.flatten(-3, -2)
 
-    def doubled(self) -> "Sight":
+    def doubled(self, device: torch.device) -> "Sight":
         """What is seen of two rows a key."""
-        seen = torch.ones(self.size, self.size, dtype=torch.bool).tril(self.diagonal)
+        seen = torch.ones(self.size, self.size, dtype=torch.bool, device=device).tril(self.diagonal)
         return Sight(self.groups, self.size, 0, seen.repeat_interleave(2, 1))
 
 
@@ -377,7 +377,7 @@ def factorise(rows: Rows, start: Tensor, sight: Sight | None) -> Factor:
     if rows.weight is not None and rows.back is not None and rows.direction is not None:
         units = F.one_hot(rows.direction, start.shape[-1]).to(added).expand(added.shape)
         both = added * rows.weight.sqrt()[..., None], units * rows.back.sqrt()[..., None]
-        added, sight = torch.stack(both, -2).flatten(-3, -2), sight.doubled()
+        added, sight = torch.stack(both, -2).flatten(-3, -2), sight.doubled(start.device)
     spread = added @ inverse
     block = spread @ added.mT
     block.diagonal(dim1=-2, dim2=-1).add_(1)
