@@ -124,10 +124,12 @@ def unfit(device: str, dtype: torch.dtype, devices: Sequence[str] = ("cpu", "cud
     return "the kernel is for float32 and shorter, the call is in float64" if dtype == torch.float64 else None
 
 
-@functools.lru_cache(maxsize=1)
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    """Whether triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether triton can be imported. The search is made ahead of calls, since torch.compile does not trace it."""
+    return _TRITON
 
 
 @functools.cache

@@ -61,8 +61,9 @@ def pulled(slope, rows, total):
 @triton.jit
 def nothing_of(f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
+    width: tl.constexpr = part.width  # Triton 3.6 takes no plain int beside a constexpr
     row = tl.zeros([ROWS], tl.float32)
-    tile = tl.zeros([ROWS, part.width], tl.float32)
+    tile = tl.zeros([ROWS, width], tl.float32)
     return tile, row, row, row, tile if metric.product else row
 
 

@@ -20,6 +20,7 @@ from zonal.kernels.triton.tiles import (
     LOG2E,
     SMALLEST,
     Tiling,
+    as_multiplied,
     log2_kernel,
     put_rows,
     row_numbers,
@@ -86,7 +87,9 @@ def absorb(
             if CUT or traits.key_mask:
                 weight = tl.where(visible, weight, 0.0)
             if traits.anchor == "row":
-                mass += tl.sum(weight, 1)
+                # of the weights as they are multiplied: where the sum is small, gradients magnify what is not the same
+                weight = as_multiplied(weight, v_tile, traits)
+                mass += tl.sum(weight.to(tl.float32), 1)
         total = weighted(weight, v_tile, total, traits)
     return total, mass, top
 

@@ -317,6 +317,16 @@ def log2_kernel(x, c, value: tl.constexpr, traits: tl.constexpr):
 
 
 @triton.jit
+def as_multiplied(weight, rows, traits: tl.constexpr):
+    """Weights rounded to what ``weighted`` multiplies: 10 bits of a float32 (TF32), or the type of the rows."""
+    if traits.wide:
+        bits = weight.to(tl.int32, bitcast=True)
+        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return weight.to(rows.dtype)
+
+
+@triton.jit
 def weighted(weight, rows, total, traits: tl.constexpr):
     """total + weight rows, in the type of the rows; float32 sums."""
     if traits.wide:
