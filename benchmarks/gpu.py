@@ -49,6 +49,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIMS = (64, 128)
 SUMS_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 SUMS_DIMS = (32, 64)
+RIDGE_DIMS = (32,)
 RIDGE_LENGTHS = (2048, 16384, 65536)
 MEMORIES = (1024, 4096, 16384, 65536, 131072)
 WIDTH, TOKENS, GROUPS = 2048, 16384, 4
@@ -138,8 +139,8 @@ def table() -> list[Case]:
     cases += [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in TILED]
     cases += [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
-        for lengths, operators in ((SUMS_LENGTHS, SUMS), (RIDGE_LENGTHS, RIDGE))
-        for dim in SUMS_DIMS for gradients in (False, True) for tokens in lengths for operator in operators
+        for lengths, dims, operators in ((SUMS_LENGTHS, SUMS_DIMS, SUMS), (RIDGE_LENGTHS, RIDGE_DIMS, RIDGE))
+        for dim in dims for gradients in (False, True) for tokens in lengths for operator in operators
     ]  # fmt: skip
     return sorted(cases, key=lambda case: abs(math.log2((case.keys or case.tokens) / TOKENS)))
 

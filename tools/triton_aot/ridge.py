@@ -64,7 +64,7 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
         )
     edges = meta(documents + 1, kind=torch.int64) if packed else None
     inputs, spec = (
-        RidgeInputs(q, k, v, scale, rho, *before, None, lo, hi, starts, edges),
+        RidgeInputs(q, k, v, scale, rho, *before, lo=lo, hi=hi, segment_start=starts, edges=edges),
         RidgeSpec((power,) * heads, 1.0),
     )
     asked = frozenset(("q", "k", "v", "scale", "rho", *(Before._fields if memory else ())))
