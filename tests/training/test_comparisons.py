@@ -360,6 +360,14 @@ def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs,
     assert not any(isinstance(event, kinds.RunStarted) for event in events)
 
 
+@pytest.mark.parametrize(("jobs", "first"), [(1, {"softmax"}), (2, {"softmax", "linear"})])
+def test_several_runs_at_a_time_try_the_rates_of_all_operators(tmp_path, jobs, first):
+    spec = a_spec(operators=("softmax", "linear"), learning_rates=(0.01, 0.02), seeds=(0, 1), screening_seeds=1)
+    tried = next(iter(Comparison(tmp_path, spec)._rounds(jobs)))
+    assert {run.operator for run in tried} == first
+    assert {run.seed for run in tried} == {0}
+
+
 def test_a_seed_that_tried_one_rate_does_not_choose(tmp_path):
     """Its rate was chosen by others: it must not make that rate look worse than one it never tried."""
     spec = a_spec(operators=("softmax",), learning_rates=(0.01, 0.02), seeds=(0, 1), screening_seeds=1)

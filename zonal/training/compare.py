@@ -152,7 +152,7 @@ class Comparison:
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
             self._announce_plan(emit, jobs)
-            for runs in self._rounds():
+            for runs in self._rounds(jobs):
                 for run in runs:
                     if not (self.directory / run.name / RECORD).exists():
                         self._record(run).write(self.directory / run.name)
@@ -178,13 +178,14 @@ class Comparison:
         for number, _ in workers.tasks(function, runs, cores=self.threads, in_order=False, should_stop=stop):
             emit(self._record(runs[number]).ended(runs[number].name))
 
-    def _rounds(self) -> Iterator[list[PlannedRun]]:
-        """What can be run at once: runs that try the rates, then what waits for the best of them. With screening, an
-        operator at a time.
+    def _rounds(self, jobs: int) -> Iterator[list[PlannedRun]]:
+        """What can be run at once: runs that try the rates, then what waits for the best of them.
+
+        With screening and one run at a time, an operator at a time: the first is complete early.
         """
         runs = self.spec.runs()
         groups = [(operator,) for operator in self.spec.operators]
-        for group in [self.spec.operators] if self.spec.screening_seeds is None else groups:
+        for group in groups if self.spec.screening_seeds is not None and jobs == 1 else [self.spec.operators]:
             tried = [run for run in runs if run.operator in group]
             yield tried
             records = [self._record(run) for run in tried]

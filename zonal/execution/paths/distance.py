@@ -1,5 +1,6 @@
 """The tiled path of distance scores by a compiled kernel (C++ or Triton): which calls it takes, how they are passed."""
 
+import torch
 from torch import Tensor
 
 from zonal.algebra.link import Link, Oscillatory
@@ -11,7 +12,18 @@ from zonal.kernels.native import Reason
 
 def refusal(call: Call) -> Reason:
     """Why the distance kernel does not run a call, or None."""
-    return FAMILY.refusal(call.device.type, call.coefficients.dtype, lambda: unfit(call))
+    return FAMILY.refusal(
+        call.device.type, call.coefficients.dtype, lambda: unfit(call), cuda=lambda: cuda_refusal(call.dtype)
+    )
+
+
+def cuda_refusal(dtype: torch.dtype) -> Reason:
+    """Why the Triton kernels do not run a call that the C++ kernel would, or None.
+
+    Tiles of float32 are three tf32 products on the warp-group units of Hopper, as were those of a kernel for ridge
+    read-outs that was wrong there; these have not run there.
+    """
+    return "on CUDA it is for bfloat16 and float16" if dtype == torch.float32 else None
 
 
 def unfit(call: Call) -> Reason:
@@ -69,4 +81,4 @@ def tiled(call: Call) -> Tensor:
     return distance(inputs, DistanceSpec(tile.rules(call, CODE), terms, waves))[0]
 
 
-__all__ = ["refusal", "tiled", "unfit"]
+__all__ = ["cuda_refusal", "refusal", "tiled", "unfit"]
