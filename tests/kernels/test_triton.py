@@ -12,6 +12,10 @@ from kernels import documented
 from kernels.processes import CUDA, ROOT, asked, fitting, judged, no_device, python, shared
 from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, OFF, REST
 
+NAN_KEYS = [
+    f"{link}/row/causal/{dtype}/NaN key"
+    for link in ("exp", "yat", "squared_affine") for dtype in ("float32", "bfloat16", "float16")
+]  # fmt: skip
 BROKEN = "polynomial_square/count/strict/float32/broken"
 KERNELS = ("forward", "decode", "keys", "queries")
 
@@ -26,7 +30,7 @@ pytestmark = [
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return judged(
         "interpreted.py",
-        [*asked(request, "test_kernel_equals_definition"), *(REST if CUDA else ()), BROKEN],
+        [*asked(request, "test_kernel_equals_definition"), *(REST if CUDA else ()), *NAN_KEYS, BROKEN],
         tmp_path_factory,
     )
 
@@ -46,6 +50,12 @@ SAMPLE = ("yat/row/long-decode-16/float16", *OFF)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
     """y and the gradients of q, k, v, scale and coefficients; some cases also run twice for the same bits."""
+    assert verdicts[name] is None, verdicts[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAN_KEYS)
+def test_who_sees_a_key_that_is_not_finite_is_nan(name: str, verdicts: dict[str, str | None]) -> None:
     assert verdicts[name] is None, verdicts[name]
 
 

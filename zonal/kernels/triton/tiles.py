@@ -303,7 +303,7 @@ def scores(a, b, gain_a, gain_b, traits: tl.constexpr):
     if traits.normalise:
         x = x * gain_b
     if traits.clamped:
-        x = tl.minimum(tl.maximum(x, traits.low), traits.high)
+        x = tl.clamp(x, traits.low, traits.high, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 
@@ -318,10 +318,9 @@ def log2_kernel(x, c, value: tl.constexpr, traits: tl.constexpr):
 
 @triton.jit
 def as_multiplied(weight, rows, traits: tl.constexpr):
-    """Weights rounded to what ``weighted`` multiplies: 10 bits of a float32 (TF32), or the type of the rows."""
+    """Weights as ``weighted`` multiplies them: the first 10 bits of a float32 (TF32), or the type of the rows."""
     if traits.wide:
-        bits = weight.to(tl.int32, bitcast=True)
-        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return (weight.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
     else:
         return weight.to(rows.dtype)
 
