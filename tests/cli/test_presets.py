@@ -48,6 +48,7 @@ EXPANDED = {
     "mqar-memory": "5dd5f21e02518a5d",
     "echo-tools": "f5facedc8c61ddb8",
     "encoders-text": "068191a76e45fe6a",
+    "rewa-forms": "f0a19b1c0abe54ef",
     "two-hops": "cc91740177db1736",
 }
 
@@ -154,8 +155,8 @@ def test_every_preset_is_a_comparison(name):
         assert num_parameters(spec.model_for(operator)) <= 4_000_000
     if preset.published is None:  # no paper has these, or only names of tasks, or losses
         assert name in (
-            "encoders-text", "lifted-keys", "mqar-memory", "new-operators", "slay-tasks", "sko-table1", "text-contest",
-            "two-hops",
+            "encoders-text", "lifted-keys", "mqar-memory", "new-operators", "rewa-forms", "slay-tasks", "sko-table1",
+            "text-contest", "two-hops",
         )  # fmt: skip
         return
     # a row of the paper stands beside cells that are measured
