@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from report.comparison_folder import write_comparison
+from report.test_report_diagnostics import data_of, measured
+from report.test_report_key_embeddings import placed
 
 from zonal import report
 from zonal.cli.app import main
@@ -57,6 +59,36 @@ def test_what_is_kept(folder, packed):
             kept = [line for line in after.splitlines() if b'"train"' in line]
             assert (kept[0], kept[-1]) == (training[0], training[-1])
             assert set(kept) < set(training)
+
+
+def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
+    made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001, 0.003), steps=300)
+    for run in made.glob("runs/*/*"):
+        (run / "diagnostics.json").write_text(json.dumps(measured(0)))
+        (run / "witnesses.json").write_text(json.dumps(placed()))
+    small = packing.pack(made, tmp_path / "y")
+    with zipfile.ZipFile(small / "runs.zip") as found:
+        names = [Path(name) for name in found.namelist()]
+    assert sum(name.name == "run.json" for name in names) == len(list(made.glob("runs/*/*"))) > 4
+    best = {
+        row.operator: (f"lr-{row.learning_rate}", min(run.seed for run in row.runs))
+        for row in report.summarise(report.load(made)).rows
+    }
+    for kind in ("diagnostics.json", "witnesses.json"):
+        kept = [name.parent for name in names if name.name == kind]
+        assert sorted(place.parent.name for place in kept) == sorted(OPERATORS)
+        for place in kept:
+            rate, seed = best[place.parent.name]
+            assert place.name == f"seed-{seed}-{rate}"
+    drawn = [
+        [
+            (operator["diagnostics"], operator["embeddings"])
+            for operator in data_of(packing.write_pages(folder)[0].parent)
+        ]
+        for folder in (made, small)
+    ]
+    assert drawn[0] == drawn[1]
+    assert all(memory and keys for memory, keys in drawn[0])
 
 
 def test_the_same_runs_are_the_same_bytes(folder, packed, tmp_path):

@@ -1,8 +1,9 @@
 """``runs.zip``: the runs of a finished comparison or search in one file, at their paths in its folder.
 
-The file is a plain zip archive (bzip2), so ``unzip`` also makes the folder again. It keeps of every run: ``run.json``,
-``diagnostics.json`` and ``witnesses.json`` as they are, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines
-of training. Weights and TensorBoard events are not kept. The same runs give the same bytes.
+The file is a plain zip archive (bzip2), so ``unzip`` also makes the folder again. It keeps of every run: ``run.json``
+as it is, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines of training. Of the runs that the page draws it
+also keeps ``diagnostics.json`` and ``witnesses.json``. Weights and TensorBoard events are not kept. The same runs give
+the same bytes.
 """
 
 import contextlib

@@ -144,6 +144,11 @@ def looked_into(summary: Summary, row: Row) -> Run | None:
     return _first(drawn_runs(summary, row), lambda run: run.diagnostics is not None)
 
 
+def placed(summary: Summary, row: Row) -> Run | None:
+    """The run whose keys are drawn: that of the first seed which has them."""
+    return _first(drawn_runs(summary, row), lambda run: run.key_embeddings is not None)
+
+
 def _first(runs: Sequence[Run], has: Callable[[Run], bool]) -> Run | None:
     return next((run for run in sorted(runs, key=lambda run: run.seed) if has(run)), None)
 
@@ -159,16 +164,11 @@ def _geometry(runs: Sequence[Run]) -> dict[str, Any] | None:
     )
 
 
-def _key_embeddings(runs: Sequence[Run]) -> dict[str, Any] | None:
-    run = _first(runs, lambda run: run.key_embeddings is not None)
-    return key_embeddings.payload(run.key_embeddings, run.seed) if run and run.key_embeddings else None
-
-
 def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> dict[str, Any]:
     """Everything the script draws for one operator."""
     runs = drawn_runs(summary, row)
     value = row.value(summary.data.metric)
-    seen = looked_into(summary, row)
+    seen, keys_of = looked_into(summary, row), placed(summary, row)
     return {
         "key": key,
         "label": row.label,
@@ -187,7 +187,9 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
         "geometry": _geometry(runs),
-        "embeddings": _key_embeddings(runs),
+        "embeddings": key_embeddings.payload(keys_of.key_embeddings, keys_of.seed)
+        if keys_of and keys_of.key_embeddings
+        else None,
         "transfer": transfer.lines(row),
     }
 

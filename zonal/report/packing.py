@@ -3,11 +3,12 @@
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from zonal import report, store
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.report import archive, search
+from zonal.report import archive, charts, diagnostics, key_embeddings, search
 
 KEPT = ("comparison.json", "search.json", "findings.json", "recipe.json")
 """Files kept beside the archive. The pages and ``summary.json`` are made from these files and from the runs."""
@@ -38,8 +39,9 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     is.
 
     ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.zip`` (see
-    ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Runs of a comparison
-    that have not ended are left out: ``zonal compare --resume`` makes them.
+    ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Of a comparison it
+    leaves out runs that have not ended, which ``zonal compare --resume`` makes, and what was seen inside memories and
+    keys of runs that the page does not draw.
 
     Raises: ArgumentError when ``out`` is there already, no run has ended, or runs of a search have not. FileFormatError
     when a file in ``folder`` is damaged. InsufficientSpaceError.
@@ -57,6 +59,9 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         raise ArgumentError(
             f"pack: {len(left_out)} runs of {source} have not ended. Finish them with --resume {source}."
         )
+    if (source / "comparison.json").is_file():
+        undrawn = _undrawn(source, runs)
+        contents = {name: data for name, data in contents.items() if name not in undrawn}
     try:
         with store.staged_folder(target) as staging:
             for name in KEPT:
@@ -70,6 +75,20 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             raise
         raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
+
+
+def _undrawn(folder: Path, runs: Mapping[str, bytes]) -> set[str]:
+    """The files of a comparison that its page does not draw; ``runs`` holds the records of its runs by path."""
+    summary = report.summarise(report.load(folder))
+    found = set()
+    for name, choose in ((diagnostics.NAME, charts.looked_into), (key_embeddings.NAME, charts.placed)):
+        chosen = [choose(summary, row) for row in summary.rows]
+        drawn = {(run.operator, run.seed, run.learning_rate) for run in chosen if run is not None}
+        for path, data in runs.items():
+            record = json.loads(data)
+            if (record["operator"], record["seed"], record["learning_rate"]) not in drawn:
+                found.add(f"{os.path.dirname(path)}/{name}")
+    return found
 
 
 def _ended(path: Path, data: bytes) -> bool:
