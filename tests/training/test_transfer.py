@@ -151,11 +151,10 @@ def test_of_several_rates_only_the_best_is_measured(jobs, tmp_path):
     assert measured == {(operator, best[operator], seed) for operator in ("softmax", "linear") for seed in (0, 1, 2)}
     assert measured == {(run.operator, run.learning_rate, run.seed) for run in result.runs if run.measured}
     # to the numbers of runs that are measured at once
-    for run in result.runs:
-        if run.measured:
-            once = two_rates(tmp_path / run.operator, learning_rates=(run.learning_rate,), screening_seeds=None)
-            finals = {each.seed: each.final for each in once.run().runs if each.operator == run.operator}
-            assert finals[run.seed] == run.final
+    for operator, rate in best.items():
+        once = two_rates(tmp_path / operator, operators=(operator,), learning_rates=(rate,), screening_seeds=None)
+        finals = {run.seed: run.final for run in result.runs if run.measured and run.operator == operator}
+        assert {run.seed: run.final for run in once.run().runs} == finals
     assert two_rates(tmp_path / "two").run().runs == result.runs
 
 
