@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fidelity_page, merging_page, recall_page, sparse_page, verdicts_page
+from benchmarks import fidelity_page, merging_page, recall_page, scaling_page, sparse_page, verdicts_page
 from zonal.store import read_json
 
 PAGES: dict[str, Callable[[Path, Any], None]] = {
     "fidelity": lambda path, value: fidelity_page.write(path, value["rows"]),
     "merging": merging_page.write,
     "recall": recall_page.write,
+    "scaling": scaling_page.write,
     "sparse": sparse_page.write,
     "verdicts": verdicts_page.write,
 }

@@ -1,0 +1,58 @@
+"""The page of `zonal bench scaling`: time, tokens a second and memory against the number of tokens."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import charts as drawing
+from benchmarks.charts import Row
+
+_CHARTS: tuple[tuple[str, str, str, Callable[[Row], float], Callable[[float], str]], ...] = (
+    ("Time of a call", "Median of the runs.", "milliseconds",
+     lambda row: row["seconds"]["median"] * 1e3, "{:.3g}".format),
+    ("Tokens a second", "Tokens of the call, divided by its time.", "tokens a second",
+     lambda row: row["tokens_per_second"], "{:,.0f}".format),
+    ("Peak memory of a call", "Beyond its inputs.", "MB", lambda row: row["peak_bytes"] / 1e6, "{:.3g}".format),
+    ("Memory of a decoder", "What is kept to go on from after so many tokens.", "MB",
+     lambda row: row["decoder_bytes"] / 1e6, "{:.3g}".format),
+)  # fmt: skip
+
+
+def charts(rows: list[Row]) -> list[dict[str, Any]]:
+    """What the page draws, in its order."""
+    ran = [row for row in rows if "refused" not in row]
+    return [
+        drawing.chart(
+            title, about, "tokens", y,
+            drawing.series(ran, lambda row: row["operator"], "tokens", number, text, {}), share=False, shown=True,
+        )
+        for title, about, y, number, text in _CHARTS
+    ]  # fmt: skip
+
+
+def finding(rows: list[Row]) -> str:
+    """The headline: how all stand to fused softmax attention at the longest length, the fastest first."""
+    most = max(row["tokens"] for row in rows)
+    last = sorted(
+        (row["against_fused"], row["operator"]) for row in rows if row["tokens"] == most and "refused" not in row
+    )
+    told = ", ".join(f"{name} {ratio:.3g}" for ratio, name in last)
+    return f"Time of a call of {most:,} tokens, where that of fused softmax attention is 1: {told}."
+
+
+def html(value: Mapping[str, Any]) -> str:
+    """The page as one string, from what the benchmark writes."""
+    settings, rows = value["settings"], list(value["rows"])
+    about = (
+        f"One causal call, forward, {settings['heads']} heads of {settings['dim']} numbers, {settings['dtype']}. "
+        "Matrices that did not fit into memory have no point."
+    )
+    return drawing.html("Scaling", "Attention from 128 to 131,072 tokens", about, [finding(rows)], charts(rows), value)
+
+
+def write(path: Path, value: Mapping[str, Any]) -> None:
+    """Write the page, whole or not at all."""
+    drawing.write(path, html(value))
+
+
+__all__ = ["charts", "finding", "html", "write"]
