@@ -170,6 +170,16 @@ class Run:
         )  # fmt: skip
 
 
+def folder_of_records(about: str) -> Path:
+    """The folder that a command which only reads records is given."""
+    made = argparse.ArgumentParser(description=about)
+    made.add_argument("folder", type=Path, help="the folder of the records, such as results/benchmarks")
+    folder = made.parse_args().folder
+    if not folder.is_dir():
+        made.error(f"{folder} is no folder. Required: the folder of the records, such as results/benchmarks.")
+    return folder
+
+
 def write_page(out: str, page: Callable[[Path, Any], None]) -> None:
     """Write the HTML page of the JSON ``out`` beside it."""
     page(Path(out).with_suffix(".html"), store.read_json(out))

@@ -3,12 +3,11 @@
 It reads the records of each folder of a kind of machine and writes ``machines.md`` beside them.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ratio_text
+from benchmarks.common import folder_of_records, ratio_text
 from zonal import store
 
 _ABOUT = (
@@ -62,6 +61,7 @@ def page(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) / "machines.md"
-    target.write_text(page(Path(sys.argv[1])), encoding="utf-8")
+    records = folder_of_records(__doc__ or "")
+    target = records / "machines.md"
+    target.write_text(page(records), encoding="utf-8")
     print(f"Page: {target}")

@@ -1,11 +1,11 @@
 """The HTML pages of benchmarks, made again from their JSON: ``python -m benchmarks.pages results/benchmarks``."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import fidelity_page, merging_page, recall_page, scaling_page, sparse_page, verdicts_page
+from benchmarks.common import folder_of_records
 from zonal.store import read_json
 
 PAGES: dict[str, Callable[[Path, Any], None]] = {
@@ -31,5 +31,5 @@ def write(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for path in write(Path(sys.argv[1])):
+    for path in write(folder_of_records(__doc__ or "")):
         print(f"Page: {path}")
