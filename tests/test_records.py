@@ -32,6 +32,7 @@ NAMING = (
     "docs/echo.md",
     "docs/echo_failures.md",
     "docs/echo_paper_size.md",
+    "docs/encoder_tasks.md",
     "docs/rewa.md",
     "docs/rewa_ablations.md",
     "docs/verdicts_measured.md",
