@@ -337,10 +337,20 @@ def test_masses_that_no_plan_has(path: str) -> None:
     window, mass = prior.Window(0, 0), torch.tensor([1.0, 1, 1, 1, 1, 7]).expand(1, 2, 6)
     with pytest.raises(ConvergenceError, match=r"limit=50 iterations.*query_mass, key_mass.*UnbalancedPlan"):
         zonal.attention(q, k, v, m.sinkhorn(limit=50, prior=window), key_mass=mass, path=path)
-    kept = m.softmax(prior=window).replace(anchor=anchor.Plan(limit=50, on_limit="keep"))
+    kept = m.sinkhorn(limit=50, on_limit="keep", prior=window)
     assert torch.isfinite(zonal.attention(q, k, v, kept, key_mass=mass, path=path)).all()  # type: ignore[arg-type]
     zonal.attention(q, k, v, m.sinkhorn(rho=(1.0, 1.0), prior=window), key_mass=mass, path=path)
     zonal.attention(q, k, v, m.sinkhorn(prior=window), query_mass=mass, key_mass=mass, path=path)
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "hyperbolic_transport"])
+@pytest.mark.parametrize("kind", ["", "rho=(1.0, 1.0), ", "bounds=(0.9, 1.1), "])
+def test_a_plan_that_is_not_quite_found_is_kept_where_that_is_asked(name: str, kind: str) -> None:
+    q, k, v = (8 * x.detach() for x in draw(6, 6))
+    with pytest.raises(ConvergenceError, match="on_limit='keep'"):
+        zonal.attention(q, k, v, m.resolve(f"{name}({kind}limit=1, tolerance=1e-9)"))
+    kept = zonal.attention(q, k, v, m.resolve(f"{name}({kind}limit=1, tolerance=1e-9, on_limit='keep')"))
+    assert torch.isfinite(kept).all()
 
 
 def test_scores_that_are_no_numbers() -> None:

@@ -4,6 +4,8 @@ y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to K with given sums of rows
 Cost: as ``sinkhorn``. Paper: Geometric Attention (003), section 2.7.
 """
 
+from typing import Literal
+
 from zonal.algebra import Operator
 from zonal.algebra.link import Exp
 from zonal.algebra.metric import Hyperbolic, Product
@@ -29,6 +31,7 @@ def hyperbolic_transport(
     eps: float = 1e-4,
     tolerance: float = 1e-5,
     limit: int = 1000,
+    on_limit: Literal["error", "keep"] = "error",
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
     """log K = -w d(q, k) / tau with a transport plan as its anchor, as in ``sinkhorn``.
@@ -42,7 +45,7 @@ def hyperbolic_transport(
     return Operator(
         score,
         Exp(),
-        plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit),
+        plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit, on_limit),
         prior,
         name="hyperbolic_transport",
     )

@@ -5,6 +5,8 @@ Bidirectional. Cost: as softmax attention, with 2 n + 1 passes over the scores i
 Papers: Geometric Attention (003), section 2.7; Sander et al. 2022.
 """
 
+from typing import Literal
+
 from zonal.algebra import Operator
 from zonal.algebra.anchor import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan
 from zonal.algebra.declaration import require
@@ -21,6 +23,7 @@ def plan(
     learn: bool,
     tolerance: float,
     limit: int,
+    on_limit: Literal["error", "keep"],
 ) -> PlanAnchor:
     require(
         rho is None or bounds is None,
@@ -31,10 +34,10 @@ def plan(
             isinstance(bounds, tuple) and len(bounds) == 2,
             f"{call}: bounds must be two numbers (low, high), received {bounds!r}.",
         )
-        return BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
+        return BoundedPlan(tolerance, limit, on_limit, learn=learn, low=bounds[0], high=bounds[1])
     if rho is None:
-        return Plan(tolerance, limit, learn=learn)
-    return UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
+        return Plan(tolerance, limit, on_limit, learn=learn)
+    return UnbalancedPlan(tolerance, limit, on_limit, learn=learn, rho=rho)
 
 
 @mechanism(
@@ -52,16 +55,21 @@ def sinkhorn(
     learn: bool = False,
     tolerance: float = 1e-5,
     limit: int = 1000,
+    on_limit: Literal["error", "keep"] = "error",
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
     """Dot score, exp link, and a transport plan as anchor: balanced, unbalanced (``rho``) or bounded (``bounds``).
 
     scale: of the score; None = D^-1/2. rho: penalties on the row and column marginals; None = an exact constraint.
     bounds: (low, high), the least and most that a key receives, in units of its share. learn: a layer computes the
-    masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
+    masses from its input. tolerance, limit, on_limit: of the iteration (``anchor.PlanAnchor``).
 
     Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """
     return Operator(
-        Dot(scale=scale), Exp(), plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn"
+        Dot(scale=scale),
+        Exp(),
+        plan("sinkhorn", rho, bounds, learn, tolerance, limit, on_limit),
+        prior,
+        name="sinkhorn",
     )
