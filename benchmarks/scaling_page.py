@@ -43,11 +43,14 @@ def finding(rows: list[Row]) -> str:
 def html(value: Mapping[str, Any]) -> str:
     """The page as one string, from what the benchmark writes."""
     settings, rows = value["settings"], list(value["rows"])
+    lengths = [row["tokens"] for row in rows]
     about = (
         f"One causal call, forward, {settings['heads']} heads of {settings['dim']} numbers, {settings['dtype']}. "
-        "Matrices that did not fit into memory have no point."
+        "“Fused” is PyTorch's own attention, “matrix” the whole matrix of weights in PyTorch, which has no point where "
+        "it did not fit into memory; the others are this library's."
     )
-    return drawing.html("Scaling", "Attention from 128 to 131,072 tokens", about, [finding(rows)], charts(rows), value)
+    heading = f"Attention from {min(lengths):,} to {max(lengths):,} tokens"
+    return drawing.html("Scaling", heading, about, [finding(rows)], charts(rows), value)
 
 
 def write(path: Path, value: Mapping[str, Any]) -> None:
