@@ -40,7 +40,7 @@ EXPANDED = {
     "rewa-periodic": "902568a16ed8cbb4",
     "rewa-sample-efficiency": "582b419e3680421b",
     "rewa-sexpr": "f21b188fc90431c7",
-    "slay-tasks": "9a758542db49c5dc",
+    "slay-tasks": "06b0562e65563e2e",
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
     "echo-1m": "a6e20c97f1503f22",
@@ -175,6 +175,7 @@ def test_pictures_from_a_folder(tmp_path):
     where = idx.folder(tmp_path, torch.zeros(12, 28, 28), torch.arange(12) % 10, 4)
     spec = compare.specification(options(f"--preset fashion-pixels --data {where}"), "zonal compare")
     assert (spec.task.length, spec.model.causal, spec.model.conv, len(spec.operators)) == (197, False, 0, 6)
+    assert spec.title == "Pictures (fashion-pixels)"
     with pytest.raises(FileFormatError, match="Fashion-MNIST comes with the Debian package"):
         compare.specification(options(f"--preset fashion-pixels --data {tmp_path / 'nowhere'}"), "zonal compare")
 

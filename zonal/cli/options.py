@@ -23,6 +23,10 @@ from zonal.training.config import TrainSettings
 STOPPED = 130
 """The exit code of a command that was stopped with a checkpoint."""
 _KINDS = {
+    tasks.MQAR: "Associative recall",
+    tasks.Pixels: "Pictures",
+    tasks.Glosses: "Extreme classification",
+    tasks.Algorithmic: "Small programs",
     tasks.Retrieval: "Retrieval",
     tasks.Expressions: "Completing expressions",
     tasks.Lookup: "Recall by relation",
@@ -131,7 +135,8 @@ def title(task: tasks.Task) -> str:
     if isinstance(task, tasks.Text):
         kind = "Language modelling" if task.causal else "Masked language modelling"
         return f"{kind} of {task.title}" + ("" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it")
-    return f"{_KINDS.get(type(task), 'Associative recall')} ({task.name})"
+    kind = _KINDS.get(type(task))
+    return task.name if kind is None else f"{kind} ({task.name})"
 
 
 def folder_of(name: str, identity: Any) -> Path:

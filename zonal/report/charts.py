@@ -139,12 +139,12 @@ def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
     return panels
 
 
-def looked_into(summary: Summary, row: Row) -> Run | None:
+def run_of_memories(summary: Summary, row: Row) -> Run | None:
     """The run whose memories are drawn: that of the first seed which has diagnostics."""
     return _first(drawn_runs(summary, row), lambda run: run.diagnostics is not None)
 
 
-def placed(summary: Summary, row: Row) -> Run | None:
+def run_of_keys(summary: Summary, row: Row) -> Run | None:
     """The run whose keys are drawn: that of the first seed which has them."""
     return _first(drawn_runs(summary, row), lambda run: run.key_embeddings is not None)
 
@@ -168,7 +168,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
     """Everything the script draws for one operator."""
     runs = drawn_runs(summary, row)
     value = row.value(summary.data.metric)
-    seen, keys_of = looked_into(summary, row), placed(summary, row)
+    seen, placed = run_of_memories(summary, row), run_of_keys(summary, row)
     return {
         "key": key,
         "label": row.label,
@@ -187,8 +187,8 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
         "geometry": _geometry(runs),
-        "embeddings": key_embeddings.payload(keys_of.key_embeddings, keys_of.seed)
-        if keys_of and keys_of.key_embeddings
+        "embeddings": key_embeddings.payload(placed.key_embeddings, placed.seed)
+        if placed and placed.key_embeddings
         else None,
         "transfer": transfer.lines(row),
     }

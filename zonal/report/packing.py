@@ -81,7 +81,7 @@ def _undrawn(folder: Path, runs: Mapping[str, bytes]) -> set[str]:
     """The files of a comparison that its page does not draw; ``runs`` holds the records of its runs by path."""
     summary = report.summarise(report.load(folder))
     found = set()
-    for name, choose in ((diagnostics.NAME, charts.looked_into), (key_embeddings.NAME, charts.placed)):
+    for name, choose in ((diagnostics.NAME, charts.run_of_memories), (key_embeddings.NAME, charts.run_of_keys)):
         chosen = [choose(summary, row) for row in summary.rows]
         drawn = {(run.operator, run.seed, run.learning_rate) for run in chosen if run is not None}
         for path, data in runs.items():

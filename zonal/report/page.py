@@ -99,7 +99,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     seen = [
         (row, run.diagnostics)
         for row in summary.rows
-        if (run := charts.looked_into(summary, row)) is not None and run.diagnostics is not None
+        if (run := charts.run_of_memories(summary, row)) is not None and run.diagnostics is not None
     ]
     shown = [run for row in summary.rows for run in charts.drawn_runs(summary, row)]
     kernels = [
