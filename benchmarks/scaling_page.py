@@ -7,14 +7,19 @@ from typing import Any
 from benchmarks import charts as drawing
 from benchmarks.charts import Row
 
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 _CHARTS: tuple[tuple[str, str, str, Callable[[Row], float], Callable[[float], str]], ...] = (
     ("Time of a call", "Median of the runs.", "milliseconds",
-     lambda row: row["seconds"]["median"] * 1e3, "{:.3g}".format),
+     lambda row: row["seconds"]["median"] * 1e3, _number),
     ("Tokens a second", "Tokens of the call, divided by its time.", "tokens a second",
-     lambda row: row["tokens_per_second"], "{:,.0f}".format),
-    ("Peak memory of a call", "Beyond its inputs.", "MB", lambda row: row["peak_bytes"] / 1e6, "{:.3g}".format),
+     lambda row: row["tokens_per_second"], _number),
+    ("Peak memory of a call", "Beyond its inputs.", "MB", lambda row: row["peak_bytes"] / 1e6, _number),
     ("Memory of a decoder", "What is kept to go on from after so many tokens.", "MB",
-     lambda row: row["decoder_bytes"] / 1e6, "{:.3g}".format),
+     lambda row: row["decoder_bytes"] / 1e6, _number),
 )  # fmt: skip
 
 
