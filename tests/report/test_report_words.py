@@ -73,6 +73,25 @@ def test_compact_numbers():
     assert formats.tokens(131072) == "128k"
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "a"),
+        (["a", "b"], "a and b"),
+        (["a", "b", "c"], "a, b and c"),
+        (["K=0, then K=1", "b"], "K=0, then K=1; and b"),
+        (["a", "K=0, then K=1", "c"], "a; K=0, then K=1; and c"),
+    ],
+)
+def test_names_with_commas_stay_apart(names, text):
+    assert formats.enumerate_names(names) == text
+
+
+def test_parts_with_commas_stay_apart():
+    assert formats.separated(["a 1", "b 2"]) == "a 1, b 2"
+    assert formats.separated(["a, twice 1", "b 2"]) == "a, twice 1; b 2"
+
+
 def test_dates():
     assert formats.date("2026-01-31T12:00:00+00:00") == "31 January 2026, 12:00 UTC"
     assert formats.date("yesterday") == "yesterday"

@@ -155,9 +155,17 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in finite)
 
 
+def separated(parts: Sequence[str]) -> str:
+    """ "a, b, c"; "a; b, c" where a part holds a comma itself."""
+    return ("; " if any(", " in part for part in parts) else ", ").join(parts)
+
+
 def enumerate_names(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    """ "a", "a and b", "a, b and c"; "a; b, c; and d" where a name holds a comma itself."""
+    if len(names) == 1:
+        return names[0]
+    comma = any(", " in name for name in names)
+    return f"{('; ' if comma else ', ').join(names[:-1])}{'; ' if comma else ' '}and {names[-1]}"
 
 
 def word(value: int) -> str:
