@@ -79,7 +79,8 @@ def test_compact_numbers():
         (["a"], "a"),
         (["a", "b"], "a and b"),
         (["a", "b", "c"], "a, b and c"),
-        (["K=0, then K=1", "b"], "K=0, then K=1; and b"),
+        (["K=0, then K=1", "b"], "K=0, then K=1 and b"),
+        (["a (n=1, m=2)", "b", "c"], "a (n=1, m=2), b and c"),
         (["a", "K=0, then K=1", "c"], "a; K=0, then K=1; and c"),
     ],
 )

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 MISSING = "–"
@@ -157,15 +158,20 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def separated(parts: Sequence[str]) -> str:
     """ "a, b, c"; "a; b, c" where a part holds a comma itself."""
-    return ("; " if any(", " in part for part in parts) else ", ").join(parts)
+    return _separator(parts).join(parts)
 
 
 def enumerate_names(names: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"; "a; b, c; and d" where a name holds a comma itself."""
-    if len(names) == 1:
-        return names[0]
-    comma = any(", " in name for name in names)
-    return f"{('; ' if comma else ', ').join(names[:-1])}{'; ' if comma else ' '}and {names[-1]}"
+    if len(names) < 3:
+        return " and ".join(names)
+    between = _separator(names)
+    return f"{between.join(names[:-1])}{between.replace(',', '')}and {names[-1]}"
+
+
+def _separator(parts: Sequence[str]) -> str:
+    """A semicolon where a part holds a comma that stands in no brackets."""
+    return "; " if any(", " in re.sub(r"\([^)]*\)", "", part) for part in parts) else ", "
 
 
 def word(value: int) -> str:

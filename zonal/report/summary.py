@@ -300,8 +300,8 @@ def _words(
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
         notes = [
-            f"Behind {leader.label} in {name}: {formats.separated(amounts)}. The spread over seeds is unknown with one seed; "
-            "run more to know it."
+            f"Behind {leader.label} in {name}: {formats.separated(amounts)}. "
+            "The spread over seeds is unknown with one seed; run more to know it."
         ]
     return headline, (*note, *notes, *_costs(rows, labels), *state)
 
