@@ -37,6 +37,7 @@ NAMING = (
     "docs/rewa_ablations.md",
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
+    "docs/slay_tasks.md",
     "docs/merging.md",
     "docs/convert_measured.md",
     "docs/convert_trained.md",
