@@ -117,6 +117,9 @@ def prepare(options: argparse.Namespace) -> torch.device:
         if options.threads < 1:
             raise ArgumentError(f"bench: --threads must be >= 1, received {options.threads}.")
         torch.set_num_threads(options.threads)
+    budget = getattr(options, "budget", 1.0)
+    if not 0 < budget < math.inf:
+        raise ArgumentError(f"bench: --budget must be a number of seconds > 0, received {budget:g}.")
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")

@@ -96,12 +96,14 @@ def test_table() -> None:
     assert common.table([("a", "1"), ("bbb", "22")], ("name", "n")) == "name  n\na     1\nbbb   22"
 
 
-@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--device", "cuda"]])
+@pytest.mark.parametrize(
+    "arguments", [["--threads", "0"], ["--device", "cuda"], ["--budget", "-1"], ["--budget", "0"], ["--budget", "nan"]]
+)
 def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
     if arguments[1] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ArgumentError, match="bench: --"):
-        common.Run(common.parser("", "x").parse_args(arguments))
+        common.Run(common.parser("", "x", "budget", budget=1.0).parse_args(arguments))
 
 
 def test_the_calls_of_the_planner_s_benchmark() -> None:
