@@ -40,7 +40,7 @@ EXPANDED = {
     "rewa-periodic": "902568a16ed8cbb4",
     "rewa-sample-efficiency": "582b419e3680421b",
     "rewa-sexpr": "f21b188fc90431c7",
-    "slay-tasks": "06b0562e65563e2e",
+    "slay-tasks": "a6adbbe29fb421a8",
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
     "echo-1m": "a6e20c97f1503f22",
