@@ -44,7 +44,7 @@ EXPANDED = {
     "sko-table1": "926cfdaa50b9ee64",
     "text-contest": "a1986c399b35fdf3",
     "echo-1m": "a6e20c97f1503f22",
-    "echo-1m-form": "c700bd0b9130d7fc",
+    "echo-1m-form": "2704e98ab6e3e0d5",
     "mqar-memory": "5dd5f21e02518a5d",
     "echo-tools": "f5facedc8c61ddb8",
     "encoders-text": "068191a76e45fe6a",
