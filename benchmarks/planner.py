@@ -8,6 +8,7 @@ timed again, and one that is estimated to take over fifty times as long as the c
 import argparse
 import functools
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 import zonal
 from benchmarks import common
 from zonal import mechanisms
-from zonal.errors import PathError
+from zonal.errors import ArgumentError, PathError
 from zonal.execution import machine as machines
 from zonal.execution import plan
 from zonal.execution.call import Held, prepare
@@ -209,6 +210,15 @@ def measured(cases: list[Case], device: torch.device, budget: float) -> Iterator
         }  # fmt: skip
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """(2, 3) for 2/3. Raises: ArgumentError for other words."""
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    number, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= parts:
+        raise ArgumentError(f"bench: --part must be like 2/3, the second of three parts, received {text!r}.")
+    return number, parts
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when the planner's choice is good on the required share of the calls, else 1."""
     made = common.parser(__doc__ or "", "planner", by_machine=True)
@@ -221,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     options = made.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
-    number, parts = (int(x) for x in options.part.split("/"))
+    number, parts = part_of(options.part)
     cases = (development() if options.development else held_out())[number - 1 :: parts]
     if options.quick:
         cases = [case for case in cases if case.queries * case.keys <= 64 * 64][:6]

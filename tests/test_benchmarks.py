@@ -106,6 +106,13 @@ def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
         common.Run(common.parser("", "x", "budget", budget=1.0).parse_args(arguments))
 
 
+@pytest.mark.parametrize("words", ["", "2", "0/3", "4/3", "a/b", "-1/3"])
+def test_parts_that_are_none(words: str) -> None:
+    with pytest.raises(ArgumentError, match="like 2/3"):
+        planner.part_of(words)
+    assert planner.part_of("2/3") == (2, 3)
+
+
 def test_the_calls_of_the_planner_s_benchmark() -> None:
     """At least sixty different calls, a third of which go on from a memory."""
     cases = planner.held_out()
