@@ -166,7 +166,8 @@ def enumerate_names(names: Sequence[str]) -> str:
     if len(names) < 3:
         return " and ".join(names)
     between = _separator(names)
-    return f"{between.join(names[:-1])}{between.replace(',', '')}and {names[-1]}"
+    before_last = "; and " if between == "; " else " and "
+    return f"{between.join(names[:-1])}{before_last}{names[-1]}"
 
 
 def _separator(parts: Sequence[str]) -> str:
