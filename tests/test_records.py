@@ -31,6 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMING = (
     "docs/echo.md",
     "docs/echo_failures.md",
+    "docs/echo_forms.md",
     "docs/echo_paper_size.md",
     "docs/encoder_tasks.md",
     "docs/rewa.md",
