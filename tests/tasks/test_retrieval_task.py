@@ -122,6 +122,14 @@ def test_the_settings_of_the_paper():
     assert isinstance(gaps, Retrieval)
     assert [sorted({shape.length for shape in stage.shapes}) for stage in gaps.stages] == [[64], [64, 128, 256]]
     assert (gaps.test_shapes, gaps.transfer_shapes) == (mixed.test_shapes, mixed.transfer_shapes)
+    hops = tasks.resolve("mixed-hops")
+    assert isinstance(hops, Retrieval)
+    assert hops.stages[0] == mixed.stages[0]
+    first, *later = [{shape.kind for shape in stage.shapes} for stage in hops.stages]
+    assert later == [first | {"two-hop-written"}, first | {"two-hop-written", "two-hop"}]
+    assert {shape.length for stage in hops.stages for shape in stage.shapes} == {64}
+    assert {shape.kind for shape in hops.test_shapes} == {shape.kind for shape in hops.stages[-1].shapes}
+    assert hops.transfer_shapes == mixed.transfer_shapes
     cells = tasks.resolve("mqar-grid")
     assert isinstance(cells, Retrieval)
     assert {(shape.pairs, shape.length) for shape in cells.transfer_shapes} >= {

@@ -64,14 +64,22 @@ NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 def _mixed(name: str, given: Given) -> Retrieval:
     """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs,
-    then with up to eight. mixed-gaps then draws 64, 128 or 256 tokens for each batch.
+    then with up to eight. mixed-gaps then draws 64, 128 or 256 tokens for each batch; mixed-hops also teaches two hops,
+    at first with one written out.
     """
     kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
     lengths = MIXED_LENGTHS[:3] if name == "mixed-gaps" else (length,)
     needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
     several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
+    trained = grid(kinds, (1, 2, 4, 8), lengths)
+    stages = [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, trained)]
+    if name == "mixed-hops":
+        written, hops = (grid((kind,), (1, 2, 4, 8), lengths) for kind in ("two-hop-written", "two-hop"))
+        # a sequence asks two hops once and the other kinds up to four times, so two hops come twice as often
+        stages[1:] = [Stage(300, (*trained, *written)), Stage(1000, (*trained, *written, *hops, *hops))]
+        kinds = (*kinds, "two-hop", "two-hop-written")
     return Retrieval(
-        [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, grid(kinds, (1, 2, 4, 8), lengths))],
+        stages,
         test_shapes=grid(kinds, (1, 4, 8), (length,)),
         transfer_shapes=needle if name == "mixed-needle" else tuple(dict.fromkeys((*several, *needle))),
         test_examples=given.get("test_examples", 50),
@@ -259,6 +267,7 @@ _TASKS = {
         _mixed,
     ),
     "mixed-gaps": _Entry("as mixed, trained on 64, 128 and 256 tokens", _MIXED_ARGUMENTS, _mixed),
+    "mixed-hops": _Entry("as mixed, with two hops taught in stages", _MIXED_ARGUMENTS, _mixed),
     "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS, _mixed),
     "two-hops": _Entry(
         "two hops in 64 tokens, learned in stages; then measured on up to 8 chains in up to 4096 tokens",
