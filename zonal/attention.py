@@ -104,9 +104,8 @@ def attention(
             log_decay=log_decay, key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
         )  # fmt: skip
         stretch = active()
-        past = memory.count if isinstance(memory, Memory) else 0
-        # a stretch may store none of its tokens: others of the sequence are in other ranks
-        call = weighted(call, action_mask, key_gate, past if stretch is None else 1)
+        whole = memory is None and not return_memory and stretch is None
+        call = weighted(call, action_mask, key_gate, whole)
         call = thinned(call, dropout)
         _advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None and stretch is None)
         if stretch is not None:

@@ -159,11 +159,35 @@ def test_bad_weights_change_nothing() -> None:
         memory.absorb_(torch.full_like(k, float("nan")), v)
     assert memory.count == count
     assert torch.equal(memory.read(q), before)
-    with pytest.raises(ArgumentError, match="stores no token"):
-        empty.absorb(k, v, action_mask=nothing)
-    assert torch.equal(
-        memory.absorb(k, v, action_mask=torch.zeros(2, 23, dtype=torch.bool)).read(q), before
-    )  # after others they may all be read-only
+    assert torch.equal(memory.absorb(k, v, action_mask=torch.zeros(2, 23, dtype=torch.bool)).read(q), before)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        m.ridge(),
+        m.ska(power=1),
+        m.ska(power=2, eps=1e-3, key_limit=None, running_max=True),
+        m.ska(power=2, chunk=4, eps=1e-3, key_limit=None, running_max=True, spectral_norm="power"),
+    ],
+    ids=["ridge", "ska", "running maximum", "the paper's form"],
+)
+def test_a_piece_of_a_text_may_store_nothing(operator: Operator) -> None:
+    """The first piece too, though a whole text must store something: texts begin with noise."""
+    operator, (q, k, v), stored = operator.double(), sample(), some()
+    stored[1, :12] = stored[:, 16:20] = False
+    with torch.no_grad():
+        wanted = zonal.attention(q, k, v, operator, causal=True, action_mask=stored)
+        memory, found = None, []
+        for begin, end in ((0, 12), (12, 16), (16, 20), (20, 23)):
+            piece = (x[:, :, begin:end] for x in (q, k, v))
+            y, memory = zonal.attention(
+                *piece, operator, causal=True, memory=memory, return_memory=True, action_mask=stored[:, begin:end]
+            )
+            found.append(y)
+    torch.testing.assert_close(torch.cat(found, 2), wanted)
+    assert bool((found[0][1] == 0).all())
+    assert bool((found[3][1] != 0).any())
 
 
 # -- relative ridges -------------------------------------------------------------------------------------------------

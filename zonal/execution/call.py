@@ -383,16 +383,16 @@ def prepare(
     )
 
 
-def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, past: int = 0) -> Call:
+def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, whole: bool = True) -> Call:
     """The call with weights on its keys: which tokens are stored at all, and how strongly.
 
-    past: the number of tokens that the call continues from.
+    whole: the call has all tokens of its sequences; none were before it, will follow, or are in another process.
     """
     if action_mask is None and key_gate is None:
         return call
     batch, _, _, keys, _, _ = call.shape
     shape = batch, call.bound.kv_heads, keys
-    check_weights("attention", call.operator, shape, action_mask, key_gate, call.visibility.key_mask, past)
+    check_weights("attention", call.operator, shape, action_mask, key_gate, call.visibility.key_mask, whole)
     return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 

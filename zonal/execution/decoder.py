@@ -66,7 +66,7 @@ class StepDecoder(Decoder):
                 self.operator, q, k, v, causal=True, key_padding_mask=given.key_padding_mask, scale=scale,
                 log_decay=given.log_decay, key_bias=given.key_bias,
             )  # fmt: skip
-            return self._planned(weighted(call, given.action_mask, given.key_gate, self.count))
+            return self._planned(weighted(call, given.action_mask, given.key_gate, whole=False))
 
     def _only_decays(self, given: Given) -> bool:
         """Whether a step is given log decays, which its memory has, and nothing else."""

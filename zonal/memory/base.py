@@ -146,7 +146,7 @@ class Memory(Readable):
             self._at_border("open")
         check_tensors("Memory.absorb", {"k": k, "v": v})
         shape = (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0)
-        check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, self.count)
+        check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, whole=False)
         check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
             raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
