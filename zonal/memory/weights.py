@@ -19,8 +19,8 @@ def check_weights(
 ) -> None:
     """Raise ArgumentError, beginning with ``call``, unless the weights fit keys of (batch, key heads, tokens).
 
-    real: the padding mask. whole: these are all tokens of the sequences, of which at least one must be stored. A piece
-    of a longer text may store none.
+    real: the padding mask. whole: these are all tokens of the sequences; of several at least one must be stored. A
+    piece of a longer text may store none.
     """
     batch, _, tokens = shape
     check_tensors(call, {"action_mask": action_mask, "key_gate": key_gate}, optional=True)
@@ -46,7 +46,7 @@ def check_weights(
             f"received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
         )
     stored = (action_mask if real is None else action_mask & real).any(-1)
-    if whole and not bool(stored.all()):
+    if whole and tokens > 1 and not bool(stored.all()):
         row = int((~stored).nonzero()[0])
         raise ArgumentError(
             f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least "
