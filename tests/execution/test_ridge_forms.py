@@ -190,6 +190,24 @@ def test_a_piece_of_a_text_may_store_nothing(operator: Operator) -> None:
     assert bool((found[3][1] != 0).any())
 
 
+def test_a_late_piece_that_stores_nothing_keeps_the_ridge_of_those_before() -> None:
+    """The running maximum is that of all keys so far. Past 1,024 tokens the ridge decides on float32 or float64."""
+    operator = m.ska(power=2, chunk=16, eps=1e-3, key_limit=None, running_max=True)
+    q, k, v = 10 * draw(3, 2, 2, 1536, 24).float()
+    stored = torch.zeros(2, 1536, dtype=torch.bool)
+    stored[:, 3:7] = True
+    with torch.no_grad():
+        wanted = zonal.attention(q, k, v, operator, causal=True, action_mask=stored)[:, :, 1024:]
+        memory = zonal.attention(
+            *(x[:, :, :1024] for x in (q, k, v)), operator, causal=True, return_memory=True,
+            action_mask=stored[:, :1024],
+        )[1]  # fmt: skip
+        found = zonal.attention(
+            *(x[:, :, 1024:] for x in (q, k, v)), operator, causal=True, memory=memory, action_mask=stored[:, 1024:]
+        )[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 # -- relative ridges -------------------------------------------------------------------------------------------------
 
 
