@@ -30,8 +30,9 @@ from zonal.nn import TokenMixer
 from zonal.stretch import active
 
 BOUND = 1e-5
-LOOSER = {"yat": 5e-5, "yat-decay": 5e-5, "kernel_ridge": 2e-5}
-"""Where rounding is larger: the compiled tiles of Yat have it in one process too, which takes the dense path here."""
+LOOSER = {"yat": 5e-5, "yat-decay": 5e-5, "kernel_ridge": 2e-5, "cosine": 2e-5}
+"""Where rounding is larger: the compiled tiles of Yat have it in one process too, which takes the dense path here. The
+temperature of cosine attention gets a sum over all scores."""
 Inputs = dict[str, Tensor | None]
 
 
