@@ -418,7 +418,7 @@ def test_commands(notes, tmp_path, capsys, monkeypatch):
 
 def test_the_benchmark_counts_what_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "QUESTIONS", 20)
-    options = "--documents 100 --heads 16 1 --workers 1 --turns 1 --out".split()
+    options = ["--documents", "100", "--heads", "16", "1", "--workers", "1", "--turns", "1", "--out"]
     assert benchmark.main([*options, str(tmp_path / "ingest.json")]) == 0
     small, enough, speed = json.loads((tmp_path / "ingest.json").read_text())["rows"]
     assert (enough["documents"], enough["heads"], round(enough["memory_mib"])) == (100, 16, 4)
