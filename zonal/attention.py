@@ -104,6 +104,7 @@ def attention(
             log_decay=log_decay, key_bias=key_bias, masses=Masses(query_mass, key_mass, start),
         )  # fmt: skip
         stretch = active()
+        # a piece of a text may store none of its tokens: others come before or after it, or are in other ranks
         whole = memory is None and not return_memory and stretch is None
         call = weighted(call, action_mask, key_gate, whole)
         call = thinned(call, dropout)

@@ -190,9 +190,10 @@ def test_a_piece_of_a_text_may_store_nothing(operator: Operator) -> None:
     assert bool((found[3][1] != 0).any())
 
 
-def test_a_late_piece_that_stores_nothing_keeps_the_ridge_of_those_before() -> None:
+@pytest.mark.parametrize("chunk", [16, None])
+def test_a_late_piece_that_stores_nothing_keeps_the_ridge_of_those_before(chunk: int | None) -> None:
     """The running maximum is that of all keys so far. Past 1,024 tokens the ridge decides on float32 or float64."""
-    operator = m.ska(power=2, chunk=16, eps=1e-3, key_limit=None, running_max=True)
+    operator = m.ska(power=2, chunk=chunk, eps=1e-3, key_limit=None, running_max=True)
     q, k, v = 10 * draw(3, 2, 2, 1536, 24).float()
     stored = torch.zeros(2, 1536, dtype=torch.bool)
     stored[:, 3:7] = True

@@ -45,8 +45,10 @@ def check_weights(
             "that are stored, "
             f"received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
         )
+    if not whole or tokens < 2:
+        return
     stored = (action_mask if real is None else action_mask & real).any(-1)
-    if whole and tokens > 1 and not bool(stored.all()):
+    if not bool(stored.all()):
         row = int((~stored).nonzero()[0])
         raise ArgumentError(
             f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least "

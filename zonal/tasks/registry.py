@@ -65,7 +65,7 @@ NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 def _mixed(name: str, given: Given) -> Retrieval:
     """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs,
     then with up to eight. mixed-gaps then draws 64, 128 or 256 tokens for each batch; mixed-hops also teaches two hops,
-    at first with one written out.
+    at first with the first of them written out.
     """
     kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
     lengths = MIXED_LENGTHS[:3] if name == "mixed-gaps" else (length,)

@@ -84,7 +84,9 @@ def _loses_digits(call: Call, tokens: Tokens, before: Statistics) -> bool:
     if tokens.length + before.count <= _SAFE_TOKENS:
         return False
     gram = (z.mT @ z).double() + before.whitened(call.bound)[0]
-    peak = peak.to(gram) if before.peak is None else torch.maximum(peak.to(gram), before.peak.to(gram))
+    peak = peak.to(gram)
+    if before.peak is not None:
+        peak = torch.maximum(peak, before.peak.to(gram))
     ridge = _ridge_of(anchor, rho.view(1, -1, 1, 1), gram, peak[..., None, None])
     condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(
         positive_inverse(with_ridge(gram, ridge), "attention")
