@@ -32,7 +32,7 @@ class OnCuda:
         self.op, self.started = op, 0
 
     def body(self) -> Body:
-        """In the place of that for the CPU."""
+        """In the place of that for the device the calls are on."""
         there = self.op.bodies["cuda"]
 
         def forward(*given: Any) -> tuple[Tensor, ...]:
@@ -53,13 +53,12 @@ def here() -> bool:
 
 
 def replaced(kernel: OnCuda, execution: ModuleType, refusal: Callable[..., Any]) -> ExitStack:
-    """Inside, calls on the CPU go to the Triton kernels. refusal: in place of that of ``execution``."""
+    """Inside, calls go to the Triton kernels, interpreted or not. refusal: in place of that of ``execution``."""
     stack = ExitStack()
-    if here():
-        stack.enter_context(patch.object(execution, "refusal", refusal))
-        stack.enter_context(patch.dict(kernel.op.bodies, cpu=kernel.body()))
-        if hasattr(execution, "plain"):  # kept tables are for the CPU's kernel alone
-            stack.enter_context(patch.object(execution, "plain", lambda *tensors: False))
+    stack.enter_context(patch.object(execution, "refusal", refusal))
+    stack.enter_context(patch.dict(kernel.op.bodies, {"cpu" if here() else "cuda": kernel.body()}))
+    if hasattr(execution, "plain"):  # kept tables are for the CPU's kernel alone
+        stack.enter_context(patch.object(execution, "plain", lambda *tensors: False))
     return stack
 
 
@@ -91,7 +90,7 @@ def run(
         wrong = calls.failure(case, data, got)
         if wrong is None and not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
             wrong = f"{name}: another run gave other bits"
-        if device == "cpu" and not kernel.started:
+        if not kernel.started:
             wrong = f"{name}: the kernels did not run"
         kernel.started = 0
         sys.stdout.write(json.dumps({"name": name, "device": device, "wrong": wrong}) + "\n")

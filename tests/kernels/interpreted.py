@@ -7,7 +7,9 @@ ones that make every loop run more than once.
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -61,8 +63,62 @@ def mend() -> None:
         bits = x.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32) if x.dtype == tl.bfloat16 else x
 
+    guard()
     interpreter._patch_lang_tensor, interpreter._patch_lang = tensor, language
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, c, *rest: dot(self, wide(a), wide(b), c, *rest)
+
+
+def guard() -> None:
+    """A load or store outside the tensors of its launch raises IndexError, where the interpreter would read or write
+    whatever lies there and a device would stop.
+    """
+    start, builder = tiles.launch, interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    begins, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+    def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *rest: Any) -> None:
+        nonlocal begins, ends
+        spans = sorted(span for x in leaves(arguments) if isinstance(x, Tensor) and (span := memory_of(x)))
+        begins, ends = np.array(spans, np.uint64).reshape(-1, 2).T
+        start(kernel, programs, arguments, *rest)
+
+    def check(pointers: Any, mask: Any) -> None:
+        first = pointers.data[mask.data].reshape(-1)
+        if not first.size:
+            return
+        last = first + np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        # of spans that begin no later, one that ends last
+        reach = np.concatenate([np.zeros(1, np.uint64), np.maximum.accumulate(ends)])
+        outside = last > reach[np.searchsorted(begins, first, "right")]
+        if outside.any():
+            raise IndexError(f"{int(outside.sum())} of {first.size} addresses lie outside the tensors of the launch")
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    tiles.launch, builder.create_masked_load, builder.create_masked_store = launch, checked_load, checked_store
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """What tuples in tuples hold."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from leaves(part)
+    else:
+        yield x
+
+
+def memory_of(x: Tensor) -> tuple[int, int] | None:
+    """The addresses (first, end) that a tensor's numbers lie between; None where it has none."""
+    if not x.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def on(device: torch.device, data: Inputs) -> Inputs:

@@ -45,9 +45,8 @@ def round_products() -> None:
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
     with replaced(KERNEL, ridge_path, lambda call, remembers=False: ridge_path.cuda_refusal(call)) as stack:
-        stack.enter_context(patch.object(ridge_path, "RIDGE_TRUSTED", sizes.RIDGE_LARGEST))  # all that the kernels take
         if not own:
-            stack.enter_context(patch.object(sizes, "ridge_block", lambda dim: 16))
+            stack.enter_context(patch.object(sizes, "RIDGE_BLOCK", 16))
         yield
 
 

@@ -133,10 +133,28 @@ def test_package_imports_without_triton_and_torchs_compiler(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("held", [8, 7])
+def test_an_address_outside_the_tensors_is_seen(held: int, tmp_path: Path) -> None:
+    """In the interpreter: eight numbers are written, to a tensor that holds so many or one less."""
+    code = (
+        "import torch\n"
+        "from kernels.interpreted import mend\n"
+        "from zonal.kernels.triton import tiles\n"
+        "mend()\n"
+        f"rows, out = tiles.rows_of(torch.ones(1, 1, 8, 16)), torch.empty(8)[:{held}]\n"
+        "tiling, widths = tiles.Tiling(256, 0, 4, 1), {'INVERSE_NORM': True, 'ROWS': 256, 'WIDTH': 16}\n"
+        "tiles.launch(tiles.row_products_kernel, 1, (rows, rows, out, 1, 8, 16), widths, tiling)"
+    )
+    done = python("-c", code, interpret=True, cache=tmp_path)
+    assert (done.returncode == 0) == (held == 8), done.stderr[-2000:]
+    assert ("1 of 8 addresses lie outside the tensors" in done.stderr) == (held == 7)
+
+
 # a sample of what `python -m tools.triton_aot tile` compiles: (link, mask, type, head size, device)
 AHEAD = {
     ("horner", "all", "bfloat16", 128, 80): {"forward", "keys", "queries"},
     ("yat", "causal", "float16", 128, 90): {"forward", "decode", "queries"},
+    ("exp", "one", "bfloat16", 128, 90): {"keys"},
 }
 
 
@@ -156,6 +174,7 @@ def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         "tile.FAMILY.compiled(compiler.Variant(*each), kernels)]\n"
         "tiles.choose = lambda *call: tiles.Tiling(128, 128, 4, 2)\n"
         "rows += tile.FAMILY.compiled(compiler.Variant('exp', 'causal', 'bfloat16', 128, 80), ['forward'])\n"
+        "assert compiler.unset('setp.lt.s32 %p1, %r1, 0; @%p1 st.b32 [%rd2+4], %r3;') == {'%r1', '%r3', '%rd2'}\n"
         "assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False], rows\n"
         f"compiler.write(Path({str(folder / 'report.json')!r}), rows)"
     )
@@ -168,7 +187,9 @@ def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("variant", AHEAD)
 def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
-    """Nothing spills up to D = 128, tiles fit the device's shared memory, and Hopper's matrix instruction is used."""
+    """Nothing spills up to D = 128, tiles fit the device's shared memory, every register is set before it is read, and
+    Hopper's matrix instruction is used.
+    """
     rows = fitting(compiled[:-1], variant, AHEAD[variant])
     if variant[4] == 90:
         assert all(row["wgmma"] for row in rows if row["kernel"] != "decode")

@@ -76,8 +76,9 @@ def test_what_it_does_not_take_is_said() -> None:
     assert "dimensions must be 1 to 256" in str(distance.unfit(call_of(m.rewa(), 300)))
     assert "log priors" in str(distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
     assert "float64" in str(distance.refusal(call_of(m.rewa(), dtype=torch.float64)))
-    assert distance.cuda_refusal(torch.bfloat16) is None
-    assert distance.cuda_refusal(torch.float32) == "on CUDA it is for bfloat16 and float16"
+    assert distance.cuda_refusal(call_of(m.rewa())) is None
+    assert distance.cuda_refusal(call_of(m.rewa(), dtype=torch.float32)) == "on CUDA it is for bfloat16 and float16"
+    assert distance.cuda_refusal(call_of(m.rewa_oscillatory())) == "on CUDA oscillating scores are not in it"
 
 
 def test_the_planner_counts_a_pair_s_distances() -> None:

@@ -75,7 +75,7 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 64, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("dim", "reason"), [(24, None), (32, None), (33, "dimensions must be 1 to 32, this call has 33 and 33")]
+    ("dim", "reason"), [(24, None), (64, None), (65, "dimensions must be 1 to 64, this call has 65 and 65")]
 )
 def test_who_is_refused_on_cuda(dim: int, reason: str | None) -> None:
     found = ridge.cuda_refusal(call_of(m.ska(power=1), dim=dim))

@@ -48,7 +48,11 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """The outcome for one kernel. shared: bytes per block. wgmma: whether it uses Hopper's matrix instruction."""
+    """The outcome for one kernel. shared: bytes per block. wgmma: whether it uses Hopper's matrix instruction.
+
+    unset: registers that are read and never written. The compiler leaves such where a kernel asks for what is not
+    defined, as a division by 0; a device then loads from anywhere.
+    """
 
     kernel: str
     link: str
@@ -62,13 +66,18 @@ class Compiled:
     spills: int
     shared: int
     wgmma: bool
+    unset: int
 
     @property
     def fits(self) -> bool:
-        """Whether a device of its kind runs it, and up to ``UNSPILLED`` all of its numbers stay in registers."""
+        """Whether a device of its kind runs it, no register is unset, and up to ``UNSPILLED`` none spills."""
         held = self.stack == self.spills == 0 or self.dim > UNSPILLED
-        return held and self.registers <= REGISTERS and self.shared <= SHARED[self.device]
+        return held and not self.unset and self.registers <= REGISTERS and self.shared <= SHARED[self.device]
 
+
+_REGISTER = re.compile(r"%(?:rd|rs|rq|r|fd|f|p|b|h)\d+")
+# instructions of ptx without a result
+_WRITES_NONE = ("st.", "cp.", "red.", "bra", "bar.", "fence.", "membar", "mbarrier.arrive", "ret", "trap", "prefetch")
 
 Kind = tuple[str, str, str]
 """A link, a mask and a type."""
@@ -181,13 +190,31 @@ def usage(cubin: bytes) -> Usage:
     return Usage(registers, stack, spills)
 
 
+def unset(ptx: str) -> set[str]:
+    """Registers that are read and never written."""
+    written: set[str] = set()
+    read: set[str] = set()
+    for statement in re.sub(r"//.*", "", ptx).split(";"):
+        # what stands on the lines before is a label, or where the next instruction comes from
+        found = re.match(r"[{\s]*(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s+(.*)", statement.rpartition("\n")[2])
+        if found is None:
+            continue
+        guard, name, operands = found.groups()
+        # what is written comes first, several registers in braces; these write none
+        first = "" if name.startswith(_WRITES_NONE) else re.match(r"\{[^}]*\}|[^,]*", operands)[0]
+        written |= set(_REGISTER.findall(first))
+        read |= set(_REGISTER.findall(operands[len(first) :])) | ({guard} if guard else set())
+    return read - written
+
+
 def compiled(launch: tiles.Launch, variant: Variant, title: str) -> Compiled:
     """Compile one kernel."""
     result = triton.compile(
         source(launch), target=GPUTarget("cuda", variant.device, 32), options=tiles.options(launch.tiling)
     )
     used = usage(result.asm["cubin"])
-    return Compiled(title, *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
+    ptx = result.asm["ptx"]
+    return Compiled(title, *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in ptx, len(unset(ptx)))
 
 
 def summary(rows: list[Compiled]) -> str:

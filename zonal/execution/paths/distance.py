@@ -13,17 +13,20 @@ from zonal.kernels.native import Reason
 def refusal(call: Call) -> Reason:
     """Why the distance kernel does not run a call, or None."""
     return FAMILY.refusal(
-        call.device.type, call.coefficients.dtype, lambda: unfit(call), cuda=lambda: cuda_refusal(call.dtype)
+        call.device.type, call.coefficients.dtype, lambda: unfit(call), cuda=lambda: cuda_refusal(call)
     )
 
 
-def cuda_refusal(dtype: torch.dtype) -> Reason:
+def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None.
 
     Tiles of float32 are three tf32 products on the warp-group units of Hopper, as were those of a kernel for ridge
-    read-outs that was wrong there; these have not run there.
+    read-outs that was wrong there; these have not run there. Gradients of oscillating scores came out with the wrong
+    sign there for points of 96 numbers, and are right in the interpreter.
     """
-    return "on CUDA it is for bfloat16 and float16" if dtype == torch.float32 else None
+    if call.dtype == torch.float32:
+        return "on CUDA it is for bfloat16 and float16"
+    return "on CUDA oscillating scores are not in it" if _waves(call.bound.link) else None
 
 
 def unfit(call: Call) -> Reason:

@@ -15,7 +15,7 @@ from zonal.execution.paths.sums import Runner, places_of
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
-from zonal.kernels.triton.sizes import RIDGE_TRUSTED
+from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory
 from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
@@ -52,8 +52,8 @@ def cuda_refusal(call: Call) -> Reason:
     if call.log_decay is not None:
         return "on CUDA a past that fades is not in it"
     wide = width_of(call.bound, call.head_dim), call.shape[5]
-    if max(wide) > RIDGE_TRUSTED:
-        return f"on CUDA key and value dimensions must be 1 to {RIDGE_TRUSTED}, this call has {wide[0]} and {wide[1]}"
+    if max(wide) > RIDGE_LARGEST:
+        return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
     powers = cast(Ridge, call.bound.anchor).powers(call.bound.heads)
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 

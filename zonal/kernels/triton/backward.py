@@ -23,6 +23,7 @@ from zonal.kernels.triton.tiles import (
     between,
     first_query_past,
     first_query_seeing,
+    head_and_block,
     log2_kernel,
     put_rows,
     real_keys,
@@ -114,9 +115,7 @@ def add_queries(
     blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
     # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
     for index in tl.range(0, blocks * sizes.groups):
-        head, block = kv_head, index
-        if traits.grouped:
-            head, block = kv_head * sizes.groups + index // blocks, index % blocks
+        head, block = head_and_block(index, kv_head, blocks, sizes, traits)
         first = begin + block * QUERIES
         line = batch * sizes.heads + head
         gain = tl.load(scale + head)

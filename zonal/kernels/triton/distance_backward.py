@@ -40,6 +40,7 @@ from zonal.kernels.triton.tiles import (
     between,
     first_query_past,
     first_query_seeing,
+    head_and_block,
     put_rows,
     real_keys,
     tile_rows,
@@ -190,9 +191,7 @@ def block_of_keys(edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr, KEY
 @triton.jit
 def block_of_queries(index, kv_head, start, steps, sizes, traits: tl.constexpr, QUERIES: tl.constexpr):
     """(head, first query) of a step. One loop runs over blocks of all heads: nested loops would need more registers."""
-    head, block = kv_head, index
-    if traits.grouped:
-        head, block = kv_head * sizes.groups + index // steps, index % steps
+    head, block = head_and_block(index, kv_head, steps, sizes, traits)
     return head, start + block * QUERIES
 
 

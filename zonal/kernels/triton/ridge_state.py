@@ -9,9 +9,9 @@ products of rows, of which a query sees a part: ``P_t = P - sum h_s h_s^T``, ``W
 ``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before,
 ``a = L^-1 (Z A^T + low(Z p^T) Z)``.
 
-A block is a chunk. Every block starts from its own inverse, and all blocks run at once. For r = P = 64, power 1 and 64
-keys that takes 25 thousand operations per key in float64, and as many for G, C and M. Factors and rows take 190
-thousand in float32. Shorter blocks would need more inverses and states.
+A block is a chunk. Every block starts from its own inverse, and all blocks run at once. For r = P = 64 and power 1 the
+inverses of blocks of 32 keys take 50 thousand operations per key in float64, and G, C and M 25 thousand. Shorter blocks
+would need more inverses and states.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -488,7 +488,7 @@ def prepare(inputs: RidgeInputs, spec: RidgeSpec, double: bool) -> RidgeCall:
     assert inputs.hi is not None
     heads, queries, dim = q.shape[1:]
     kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
-    block = sizes.ridge_block(dim)
+    block = sizes.RIDGE_BLOCK
     seen = places(inputs.lo, inputs.hi, inputs.segment_start, keys, inputs.documents, block, q.device)
     z, v = F.pad(k.to(number), (0, padded(dim) - dim)), v.double() if double else v
     if limit > 0:

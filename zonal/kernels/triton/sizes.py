@@ -50,19 +50,14 @@ def chunk_of(rows: int, key_dim: int, value_dim: int, itemsize: int) -> int:
 
 # the widest keys and values of which all tiles stay in registers
 RIDGE_LARGEST = 64
-# the widest for which they gave what the definition gives on a device: wider ones gave NaN and wrong numbers on an
-# H200 with Triton 3.6, and are right in the interpreter
-RIDGE_TRUSTED = 32
-
-
-def ridge_block(dim: int) -> int:
-    """Keys per block: about as many as a key has numbers, so that the block's matrices are as large as its state's."""
-    return 32 if dim <= 32 else 64
+# Keys per block: about as many as a key has numbers, so that the block's matrices are as large as its state's. Not 64
+# where keys are wider: Triton 3.6 then multiplies by warp groups (wgmma), and on an H200 the numbers were wrong.
+RIDGE_BLOCK = 32
 
 
 __all__ = [
+    "RIDGE_BLOCK",
     "RIDGE_LARGEST",
-    "RIDGE_TRUSTED",
     "SHARED",
     "block_of",
     "ceil_div",
@@ -70,6 +65,5 @@ __all__ = [
     "padded",
     "pairs_of",
     "power_of_two",
-    "ridge_block",
     "rows_of",
 ]

@@ -12,7 +12,16 @@ import triton.language as tl
 
 from zonal.kernels.triton.backward import add_powers, row_terms, slopes, weights
 from zonal.kernels.triton.sums_state import narrowed
-from zonal.kernels.triton.tiles import between, row_numbers, scores, tile_rows, visible_keys, visible_pairs, weighted
+from zonal.kernels.triton.tiles import (
+    between,
+    head_and_block,
+    row_numbers,
+    scores,
+    tile_rows,
+    visible_keys,
+    visible_pairs,
+    weighted,
+)
 
 
 @triton.jit
@@ -118,9 +127,7 @@ def add_queries(
     blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
     # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
     for index in tl.range(0, blocks * sizes.groups):
-        head, block = kv_head, index
-        if traits.grouped:
-            head, block = kv_head * sizes.groups + index // blocks, index % blocks
+        head, block = head_and_block(index, kv_head, blocks, sizes, traits)
         first = begin + block * QUERIES
         line = batch * sizes.heads + head
         c = coefficients + head * STRIDE

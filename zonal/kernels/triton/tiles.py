@@ -117,6 +117,19 @@ class Traits:
 
 
 @triton.jit
+def head_and_block(index, kv_head, blocks, sizes, traits: tl.constexpr):
+    """(head, block) of a step of one loop over the blocks of all heads that share a key head.
+
+    Loads of a first step run ahead of the loop, even of a loop that has no step. A division by 0 blocks there leaves to
+    the compiler whether they happen, and from where.
+    """
+    if traits.grouped:
+        return kv_head * sizes.groups + index // tl.maximum(blocks, 1), index % tl.maximum(blocks, 1)
+    else:
+        return kv_head, index
+
+
+@triton.jit
 def tile_rows(
     x,
     batch,
