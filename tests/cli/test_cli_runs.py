@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from zonal.cli import bench, demo
+from zonal.cli import bench, compare, demo
 from zonal.cli.app import main
 from zonal.cli.compare import Compare
 from zonal.cli.generate import pieces
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.models import preset
+from zonal.training import ComparisonResult
 from zonal.training.checkpoint import load_model
 
 SMALL = (
@@ -98,6 +99,13 @@ def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
     assert "Softmax, seed 0, learning rate 0.003: goes on at step " in out
     assert "Linear, seed 0: done after 400 steps" in out
     assert "Preliminary" not in (folder / "report.md").read_text()
+
+
+def test_how_to_go_on_names_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    """They belong to the machine, so that a comparison does not keep them."""
+    stopped = ComparisonResult(Path("runs/a"), "stopped", (), {}, 3)
+    assert compare.exit_code(stopped, stopped.directory, 4) == 130
+    assert capsys.readouterr().out.endswith("zonal compare --resume runs/a --jobs 4\n")
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):

@@ -189,7 +189,7 @@ def run(options: Compare, command: str) -> int:
     summary = report.summarise(report.load(comparison.directory))
     print_summary(summary)
     print(f"Report: {paths.html}")
-    return exit_code(result, comparison.directory)
+    return exit_code(result, comparison.directory, options.jobs)
 
 
 def print_summary(summary: report.Summary) -> None:
@@ -217,19 +217,23 @@ def print_summary(summary: report.Summary) -> None:
     print()
 
 
-def exit_code(result: ComparisonResult, directory: Path) -> int:
-    """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do."""
+def exit_code(result: ComparisonResult, directory: Path, jobs: int = 1) -> int:
+    """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do.
+
+    jobs: how many runs there were at a time. It is of the machine and not of the comparison, so that the line says it.
+    """
+    again = f"zonal compare --resume {directory}" + (f" --jobs {jobs}" if jobs > 1 else "")
     done, failed = (sum(record.status == status for record in result.runs) for status in ("done", "failed"))
     if result.status == "stopped":
         print(
             f"Stopped with {result.left} of {done + failed + result.left} runs left. Resume with the same command, "
-            f"or with: zonal compare --resume {directory}"
+            f"or with: {again}"
         )
         return STOPPED
     if failed:
         print(
             f"{failed} of {len(result.runs)} runs failed; the report has their messages. "
-            f"Run them again with: zonal compare --resume {directory} --retry-failed"
+            f"Run them again with: {again} --retry-failed"
         )
         return FAILED
     return 0
