@@ -426,7 +426,7 @@ def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     without a device.
     """
     cases = gpu.table()
-    assert len({str(case) for case in cases}) == len(cases) == 114 + 56 + 18
+    assert len({str(case) for case in cases}) == len(cases) == 114 + 56 + 36
     plain = {
         (c.operator, c.tokens, c.dim, c.gradients)
         for c in cases
@@ -444,7 +444,9 @@ def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         for g in (False, True)
     }
     ridge = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.operator in gpu.RIDGE}
-    assert ridge == {(f"ska-{p}", t, 32, g) for p in (0, 1, 2) for t in gpu.RIDGE_LENGTHS for g in (False, True)}
+    assert ridge == {
+        (f"ska-{p}", t, d, g) for p in (0, 1, 2) for t in gpu.RIDGE_LENGTHS for d in (32, 64) for g in (False, True)
+    }
     assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
     assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
     packed = next(case for case in cases if case.documents > 1)

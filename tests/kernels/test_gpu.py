@@ -153,14 +153,15 @@ def test_sums_over_features_compile_without_a_break() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [32, 64])
 @pytest.mark.parametrize("power", [0, 1, 2])
-def test_ridge_read_outs_equal_the_dense_path(power: int, dtype: torch.dtype) -> None:
+def test_ridge_read_outs_equal_the_dense_path(power: int, dim: int, dtype: torch.dtype) -> None:
     """Through a memory handed on between two calls: y and all gradients; another run gives the same bits."""
-    operator, (q, k, v) = mechanisms.ska(power=power).cuda(), inputs(dtype, tokens=700, dim=32)
+    operator, (q, k, v) = mechanisms.ska(power=power).cuda(), inputs(dtype, tokens=700, dim=dim)
     assert ridge.refusal(prepare(operator, q, k, v, causal=True), True) is None, "the Triton kernel runs"
 
     def attend() -> Tensor:
-        memory, parts = Memory.empty(operator, 1, 2, 32, 32, dtype=dtype, device=q.device), []
+        memory, parts = Memory.empty(operator, 1, 2, dim, dim, dtype=dtype, device=q.device), []
         for part in (slice(0, 500), slice(500, 700)):
             y, memory = zonal.attention(
                 q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked"
