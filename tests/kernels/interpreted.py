@@ -31,7 +31,7 @@ NAN_KEY = "NaN key"
 
 def mend() -> None:
     """What the interpreter does not do: numbers of one element as bounds of a loop (with this numpy), bfloat16 in a
-    product.
+    product, a check of addresses (``guard``).
 
     Its patches of the language are also made once and not at each call of a function, which is most of its time.
     """

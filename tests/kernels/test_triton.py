@@ -154,6 +154,7 @@ def test_an_address_outside_the_tensors_is_seen(held: int, tmp_path: Path) -> No
 AHEAD = {
     ("horner", "all", "bfloat16", 128, 80): {"forward", "keys", "queries"},
     ("yat", "causal", "float16", 128, 90): {"forward", "decode", "queries"},
+    # an empty loop, whose loads Triton 3.6 left undefined where they divide by 0 steps
     ("exp", "one", "bfloat16", 128, 90): {"keys"},
 }
 

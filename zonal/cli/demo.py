@@ -109,7 +109,7 @@ def run(options: Demo, command: str) -> int:
         report.write(comparison.directory)
         summary = report.summarise(report.load(comparison.directory))
         compare.print_summary(summary)
-        codes.append(compare.exit_code(result, comparison.directory))
+        codes.append(compare.exit_code(result, comparison.directory, settings.jobs))
     paths = report.write_many([comparison.directory for comparison, _ in comparisons], options.out)
     print(f"Report: {paths.html.resolve()}  (open it in a browser; no network is needed)")
     return max(codes)

@@ -21,8 +21,8 @@ def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None.
 
     Tiles of float32 are three tf32 products on the warp-group units of Hopper, as were those of a kernel for ridge
-    read-outs that was wrong there; these have not run there. Gradients of oscillating scores came out with the wrong
-    sign there for points of 96 numbers, and are right in the interpreter.
+    read-outs that was wrong there; these have not run there. Gradients of oscillating scores were off by twice
+    their largest entry there for points of 96 numbers, and are right in the interpreter.
     """
     if call.dtype == torch.float32:
         return "on CUDA it is for bfloat16 and float16"
