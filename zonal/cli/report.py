@@ -13,7 +13,7 @@ from zonal.report import packing
 DESCRIPTION = """\
 Write report.html, report.md and summary.json from the files of a comparison, or the two pages of a search. The runs
 may be packed. With --pack, write a small copy of one folder into a new folder instead: its settings, its pages and
-runs.zip (all records and diagnostics, all evaluations, 100 points of each training curve; no weights).
+runs.zip (all records and diagnostics, all evaluations, 50 points of each training curve; no weights).
 
 Examples:
   zonal report runs/text-1a2b3c4d

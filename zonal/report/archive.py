@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from zonal.errors import FileFormatError
 
 NAME = "runs.zip"
-POINTS = 100
+POINTS = 50
 KEPT = ("comparison.json", "run.json", "metrics.jsonl", "diagnostics.json", "witnesses.json")
 """The files of a run that are kept, and what a search keeps beside its runs."""
 TREES = ("runs", "regimes")
