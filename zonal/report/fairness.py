@@ -106,7 +106,7 @@ def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
 
 
 def _names(rows: Sequence[Operator]) -> str:
-    return formats.enumerate_names([row.label for row in rows])
+    return formats.enumerate_names([formats.named(row.label) for row in rows])
 
 
 def _specs(rows: Sequence[Operator]) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
         numbers = [on_what_was_trained(data, run.final) for run in row.runs if run.final is not None]
         below = sum(learned(data, number) is False for number in numbers)
         if below and row.learned:
-            parts[row.operator] = f"{below} of {len(numbers)} seeds of {row.label}"
+            parts[row.operator] = f"{below} of {len(numbers)} seeds of {formats.named(row.label)}"
     if not parts:
         return None
     verb = "is" if len(parts) == 1 and next(iter(parts.values())).startswith("1 ") else "are"
@@ -153,7 +153,7 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     diverged = sum(bool(run.message and _DIVERGED.search(run.message)) for run in failed)
     because = "because the loss or its gradient was no longer finite"
     some = f", {diverged} of them {because}" if diverged else ""
-    labels = {row.operator: row.label for row in rows}
+    labels = {row.operator: formats.named(row.label) for row in rows}
     groups: dict[tuple[str, float], int] = {}
     for run in failed:
         groups[run.operator, run.learning_rate] = groups.get((run.operator, run.learning_rate), 0) + 1
@@ -171,7 +171,7 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
 
 
 def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
-    runs = [(run, row) for row in rows for run in row.runs]
+    runs = [(run, formats.named(row.label)) for row in rows for run in row.runs]
     if len({run.steps_done for run, _ in runs}) < 2:
         return None
     (least, few), (most, many) = (
@@ -185,8 +185,8 @@ def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
         else ""
     )
     sentence = (
-        f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few.label}, "
-        f"seed {least.seed}) to {formats.count(most.steps_done)} ({many.label}, seed {most.seed}){why}."
+        f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few}, "
+        f"seed {least.seed}) to {formats.count(most.steps_done)} ({many}, seed {most.seed}){why}."
     )
     return Flag(
         "steps",
@@ -230,6 +230,6 @@ def _parameters(rows: Sequence[Operator]) -> Flag | None:
     return Flag(
         "parameters",
         _specs([small, large]),
-        f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) "
-        f"to {formats.count(high)} ({large.label}).",
+        f"Parameters differ by {more}: from {formats.count(low)} ({formats.named(small.label)}) "
+        f"to {formats.count(high)} ({formats.named(large.label)}).",
     )

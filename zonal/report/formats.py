@@ -156,23 +156,16 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in finite)
 
 
-def separated(parts: Sequence[str]) -> str:
-    """ "a, b, c"; "a; b, c" where a part holds a comma itself."""
-    return _separator(parts).join(parts)
+def named(label: str) -> str:
+    """A label inside a sentence: in quotation marks where it holds a comma that stands in no brackets."""
+    return f'"{label}"' if ", " in re.sub(r"\([^)]*\)", "", label) else label
 
 
 def enumerate_names(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"; "a; b, c; and d" where a name holds a comma itself."""
+    """ "a", "a and b", "a, b and c"."""
     if len(names) < 3:
         return " and ".join(names)
-    between = _separator(names)
-    before_last = "; and " if between == "; " else " and "
-    return f"{between.join(names[:-1])}{before_last}{names[-1]}"
-
-
-def _separator(parts: Sequence[str]) -> str:
-    """A semicolon where a part holds a comma that stands in no brackets."""
-    return "; " if any(", " in re.sub(r"\([^)]*\)", "", part) for part in parts) else ", "
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def word(value: int) -> str:

@@ -252,55 +252,49 @@ def _words(
         assert best is not None
         assert data.guess is not None  # who is not learned has a value that was held against a guess
         best_of = (
-            f"{unlearned[0].label} reaches {name} {formats.spread(best.mean, best.deviation)}, "
+            f"{formats.named(unlearned[0].label)} reaches {name} {formats.spread(best.mean, best.deviation)}, "
             f"a guess {formats.number(data.guess.value)}"
         )
         return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (
             *note,
             *state,
         )
-    labels = {row.operator: row.label for row in rows}
-    leader, best = ordered[0], ordered[0].value(data.metric)
+    labels = {row.operator: formats.named(row.label) for row in rows}
+    leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
     assert best is not None  # ordered holds only rows with a value
     if len(ordered) == 1:
         others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
-        return f"{leader.label} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
-    second, runner = ordered[1], ordered[1].value(data.metric)
+        return f"{leader} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
+    second, runner = labels[ordered[1].operator], ordered[1].value(data.metric)
     assert runner is not None
     level = [labels[verdict.other] for verdict in verdicts if verdict.within]
     decided = [verdict for verdict in verdicts if verdict.within is not None]
     first_number, second_number = formats.told_apart(best.mean, runner.mean)
-    figures = f"{first_number} against {second_number} for {second.label}"
+    figures = f"{first_number} against {second_number} for {second}"
     if not decided and best.mean == runner.mean:
-        headline = (
-            f"{leader.label} and {second.label} have the same {name}, {formats.number(best.mean)}, with one seed."
-        )
+        headline = f"{leader} and {second} have the same {name}, {formats.number(best.mean)}, with one seed."
     elif not decided:
-        headline = (
-            f"{leader.label} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
-        )
+        headline = f"{leader} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
     elif level:
         seeds = f"with {best.n} seeds"
-        within = (
-            f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader.label}"
-        )
+        within = f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader}"
         headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
             headline = (
                 f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} "
-                f"are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+                f"are within the spread of {leader}, which has the best mean {name}, {figures}."
             )
     else:
         headline = (
-            f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, "
+            f"{leader} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, "
             "is larger than the spread over seeds."
         )
     if decided:
-        notes = [_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts]
+        notes = [_verdict_words(leader, labels[verdict.other], name, verdict) for verdict in verdicts]
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
         notes = [
-            f"Behind {leader.label} in {name}: {formats.separated(amounts)}. "
+            f"Behind {leader} in {name}: {', '.join(amounts)}. "
             "The spread over seeds is unknown with one seed; run more to know it."
         ]
     return headline, (*note, *notes, *_costs(rows, labels), *state)
@@ -329,10 +323,10 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
         against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and ratio >= 1.05 else ""
         figures = f"{formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}"
         if _told_apart_in_speed(rows, fastest[0]):
-            notes.append(f"{fastest[0].label} trains fastest: {figures}.")
+            notes.append(f"{labels[fastest[0].operator]} trains fastest: {figures}.")
         else:
             notes.append(
-                f"{fastest[0].label} has the highest mean speed of training, {figures}, "
+                f"{labels[fastest[0].operator]} has the highest mean speed of training, {figures}, "
                 "within the spread of these runs."
             )
     lengths = sorted({length for row in rows for length in row.memory_bytes})
