@@ -21,7 +21,7 @@ import zonal
 from benchmarks import common
 from zonal import store
 from zonal.errors import ArgumentError
-from zonal.nn import Mamba2, Mamba3
+from zonal.nn import Mamba2, Mamba3, TokenMixer
 from zonal.nn.recurrence import ssd
 
 LENGTH = 2048
@@ -123,7 +123,7 @@ def projections(layer: Mamba2, x: Tensor) -> Callable[[], object]:
     return work
 
 
-def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
+def decoding(layer: TokenMixer, width: int) -> Callable[[], object]:
     """``STEPS`` tokens, one at a time."""
     pieces = torch.randn(1, STEPS, width).split(1, dim=1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.backbones import STEPS
+from benchmarks.backbones import STEPS, decoding
 from zonal import mechanisms
 from zonal.nn import Attention, GatedDeltaNet, GatedKalmaNet, Mamba2, MesaNet, TokenMixer
 
@@ -54,20 +54,6 @@ def work(layer: TokenMixer, x: Tensor, gradients: bool) -> Callable[[], object]:
             return y.sum().backward()
         with torch.no_grad():
             return layer(x)
-
-    return run
-
-
-def decoding(layer: TokenMixer, width: int) -> Callable[[], object]:
-    """``STEPS`` tokens, one at a time."""
-    pieces = torch.randn(1, STEPS, width).split(1, dim=1)
-
-    def run() -> object:
-        with torch.no_grad():
-            memory = layer.empty_memory(1)
-            for piece in pieces:
-                _, memory = layer(piece, memory=memory)
-        return memory
 
     return run
 

@@ -466,3 +466,20 @@ def test_two_workers_and_a_kill_give_the_same_bits(chapters, tmp_path):
             time.sleep(wait)
             process.kill()
     assert same(whole, ingest.ingest(chapters, tmp_path / "killed", **SMALL).archive)
+
+
+def test_a_document_without_keys_is_counted(tmp_path: Path) -> None:
+    """Its one character is a word, which becomes a space and an accent when it is normalised."""
+    root = written(tmp_path / "marks", {"mark.txt": "\ufe70", "mill.txt": TEXTS["mill.txt"]})
+    made = ingest.ingest(root, tmp_path / "memory", workers=1, **SMALL).archive
+    assert made.memory.count == made.count
+    again = archive.Archive.open(tmp_path / "memory")
+    assert again.count == made.count
+    (root / "mill.txt").unlink()
+    left = ingest.ingest(root, tmp_path / "memory", workers=1, **SMALL).archive
+    assert left.memory.count == left.count == archive.Archive.open(tmp_path / "memory").count == 1
+
+
+def test_merge_refuses_the_sizes_of_a_new_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ingest", "a", "b", "--merge", "--heads", "8", "--out", str(tmp_path / "c")]) == 2
+    assert "no --heads. Leave it out" in capsys.readouterr().err

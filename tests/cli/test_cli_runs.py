@@ -16,7 +16,7 @@ import torch
 from zonal.cli import bench, compare, demo
 from zonal.cli.app import main
 from zonal.cli.compare import Compare
-from zonal.cli.generate import pieces
+from zonal.cli.generate import pieces, until
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.models import preset
 from zonal.training import ComparisonResult
@@ -106,6 +106,8 @@ def test_how_to_go_on_names_the_jobs(capsys: pytest.CaptureFixture[str]) -> None
     stopped = ComparisonResult(Path("runs/a"), "stopped", (), {}, 3)
     assert compare.exit_code(stopped, stopped.directory, 4) == 130
     assert capsys.readouterr().out.endswith("zonal compare --resume runs/a --jobs 4\n")
+    assert compare.exit_code(stopped, stopped.directory, "ray") == 130
+    assert capsys.readouterr().out.endswith("zonal compare --resume runs/a --workers ray\n")
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path):
@@ -261,6 +263,8 @@ def test_generate_continues_the_prompt(trained, capsys):
     assert first.endswith("\n")
     assert run(words, capsys)[1] == first
     assert run(words.replace("--seed 3", "--seed 4"), capsys)[1] != first
+    stopped = run(f"{words} --stop {first[7]!r}", capsys)[1]
+    assert stopped == first[: 6 + first[6:].index(first[7])] + first[7] + "\n"
     longer = run(words.replace("--max-new-tokens 12", "--max-new-tokens 0"), capsys)[1]
     assert longer == "It was\n"
 
@@ -308,9 +312,22 @@ def test_text_waits_for_whole_characters():
         return bytes(tokens).decode("utf-8", errors="replace")
 
     assert list(pieces("a–é".encode(), decode)) == ["a", "–", "é"]
-    # bytes that never become a character are shown as such after four of them
+    # tokens that end one character and begin the next
+    crossing = {0: b"\xe4", 1: b"\xb8", 2: b"\xad\xe4", 3: b"\xad"}
+    found = list(pieces([0, 1, 2, 1, 3], lambda tokens: decode(b"".join(crossing[token] for token in tokens))))
+    assert found == ["中", "中"]
+    # bytes that never become a character are shown as such
     assert "".join(pieces([0x80, 0x81, 0x82, 0x83, 0x61], decode)) == "\ufffd" * 4 + "a"
     assert list(pieces([0xE2, 0x80], decode)) == ["\ufffd"]
+
+
+@pytest.mark.parametrize("stop", ["s the end", "end", "e", "d."])
+def test_text_stops_where_the_words_end_in_whatever_pieces_they_come(stop):
+    text = "This is the end. This is the end."
+    expected = text[: text.index(stop) + len(stop)]
+    for size in (1, 2, 3, 7, 50):
+        assert "".join(until([text[at : at + size] for at in range(0, len(text), size)], stop)) == expected
+    assert "".join(until(["never", " here"], "there")) == "never here"
 
 
 # --- bench, demo ------------------------------------------------------------------------------------------------------

@@ -238,6 +238,8 @@ def test_texts_are_cut_in_two() -> None:
     assert not torch.equal(text.window(1, 5, 20), text.window(1, 6, 20))
     with pytest.raises(ArgumentError, match="texts with at least 3,000 tokens are required"):
         distil.Text.of([list(range(500))], 3, 100)
+    with pytest.raises(ArgumentError, match="the rest must be longer than 512"):
+        distil.Text.of([list(range(500))], 1, 16, 512)
 
 
 def test_a_rate_rises_and_falls_with_steps_or_time() -> None:

@@ -66,4 +66,5 @@ def test_a_guess_by_frequencies(task):
 def test_words(task):
     assert task.decode([72, MASK, 105]) == "H▢i"
     assert task.decode("ä".encode()) == "ä"
+    assert task.decode([*"ä".encode(), MASK, MASK, *"é".encode()]) == "ä▢▢é"
     assert "Hidden tokens (15%)" in task.describe()

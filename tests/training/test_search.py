@@ -273,11 +273,13 @@ def test_costs_of_each_measure():
         "done",
         steps=40,
         final={"loss": 0.7, "accuracy": 0.25},
-        steps_to={"0.5": 20, "0.9": None},
+        steps_to={"0.5": 20, "0.9": None, "1": 30},
     )
     assert a_search().cost(run) == 0.7
     assert a_search(measure="metric").cost(run) == 0.75
     assert a_search(measure="steps", target=0.5).cost(run) == 20
+    whole = replace(a_search().training, thresholds=(0.5, 1.0))
+    assert a_search(measure="steps", target=1.0, training=whole).cost(run) == 30
     assert a_search(measure="steps", target=0.9).cost(run) == 40  # never reached: all its steps
     assert a_search().cost(replace(run, status="failed")) is None
 

@@ -189,7 +189,7 @@ def run(options: Compare, command: str) -> int:
     summary = report.summarise(report.load(comparison.directory))
     print_summary(summary)
     print(f"Report: {paths.html}")
-    return exit_code(result, comparison.directory, options.jobs)
+    return exit_code(result, comparison.directory, jobs)
 
 
 def print_summary(summary: report.Summary) -> None:
@@ -217,12 +217,14 @@ def print_summary(summary: report.Summary) -> None:
     print()
 
 
-def exit_code(result: ComparisonResult, directory: Path, jobs: int = 1) -> int:
+def exit_code(result: ComparisonResult, directory: Path, jobs: int | str = 1) -> int:
     """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do.
 
-    jobs: how many runs there were at a time. It is of the machine and not of the comparison, so that the line says it.
+    jobs: how many runs there were at a time, or "ray". It is of the machine and not of the comparison, so that the line
+    says it.
     """
-    again = f"zonal compare --resume {directory}" + (f" --jobs {jobs}" if jobs > 1 else "")
+    several = "" if jobs == 1 else f" --workers {jobs}" if isinstance(jobs, str) else f" --jobs {jobs}"
+    again = f"zonal compare --resume {directory}{several}"
     done, failed = (sum(record.status == status for record in result.runs) for status in ("done", "failed"))
     if result.status == "stopped":
         print(

@@ -83,7 +83,7 @@ def parts(options: Demo) -> list[tuple[Path, Compare]]:
             options.out / name,
             dataclasses.replace(
                 settings,
-                budget=f"{whole * share:g}s",
+                budget=f"{whole * share:.10g}s",
                 seeds=options.seeds,
                 training=dataclasses.replace(settings.training, steps=None),
             ),

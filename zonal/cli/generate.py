@@ -26,8 +26,6 @@ Examples:
   zonal generate --model runs/train-mqar-demo-1a2b3c4d --prompt "3 300 7 290 3" --max-new-tokens 1 --temperature 0"""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# no UTF-8 character has more bytes, so what is still broken after so many tokens stays broken
-_LONGEST = 4
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,32 @@ def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", opti
 def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Text as soon as it is certain: tokens that end within a character wait for the rest of it."""
     waiting: list[int] = []
+    shown = 0
     for token in tokens:
         waiting.append(token)
         text = decode(waiting)
-        if not text.endswith(_BROKEN) or len(waiting) >= _LONGEST:
-            yield text
-            waiting = []
+        if text.endswith(_BROKEN):
+            certain = text[:-1]  # only the last character can still become another one
+            if certain[shown:]:
+                yield certain[shown:]
+                shown = len(certain)
+        else:
+            yield text[shown:]
+            waiting, shown = [], 0
     if waiting:
-        yield decode(waiting)
+        yield decode(waiting)[shown:]
+
+
+def until(texts: Iterable[str], stop: str) -> Iterator[str]:
+    """The texts up to the end of the first ``stop`` in what they are together."""
+    before = ""
+    for text in texts:
+        end = (before + text).find(stop) + len(stop)
+        if end >= len(stop):
+            yield text[: end - len(before)]
+            return
+        yield text
+        before = (before + text)[-len(stop) :]
 
 
 def run(options: Generate, command: str) -> int:
@@ -140,7 +156,9 @@ def run(options: Generate, command: str) -> int:
     prompt = written.encode(options.prompt)
     if not prompt:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
-    stop = [written.encode(options.stop)] if options.stop else []
+    # the tokens of a text depend on what stands before it, so a text is stopped by its characters
+    of_text = config["identity"]["task"].get("task") == "text"
+    stop = [written.encode(options.stop)] if options.stop and not of_text else []
     tokens = model.generate(
         torch.tensor([prompt], device=options.device, dtype=torch.int64),
         options.max_new_tokens,
@@ -151,7 +169,8 @@ def run(options: Generate, command: str) -> int:
         options.seed,
     )
     sys.stdout.write(options.prompt)
-    for piece in pieces((int(token) for token in tokens), written.decode):
+    new = pieces((int(token) for token in tokens), written.decode)
+    for piece in until(new, options.stop) if options.stop and of_text else new:
         sys.stdout.write(written.joint + piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

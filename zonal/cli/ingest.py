@@ -52,13 +52,23 @@ def run(options: Ingest, command: str) -> int:
         raise ArgumentError("ingest: a folder and --out were required: zonal ingest FOLDER --out DIR.")
     count = workers.parsed("ingest: --workers", options.workers)
     if options.merge:
+        given = [name for name in ("heads", "span_words", "workers") if getattr(options, name) != getattr(Ingest, name)]
+        if given:
+            raise ArgumentError(
+                f"ingest: --merge takes the sizes of its archives, and no --{given[0].replace('_', '-')}. Leave it out."
+            )
         _tell(ingest.merge(list(options.folders), options.out))
         return 0
     for folder in options.folders:
-        columns = (TextColumn(f"Reading {folder}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         terminal = screen()
         with Progress(*columns, console=terminal, disable=not terminal.is_terminal) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task(f"Reading {folder}", total=None)
             made = ingest.ingest(
                 folder, options.out, workers=count, heads=options.heads, size=options.span_words,
                 on_progress=lambda done, files, bar=bar, task=task: bar.update(task, completed=done, total=files),

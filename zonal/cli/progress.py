@@ -188,7 +188,7 @@ class LiveDisplay:
             self._live.console.print(Text(f"{event.label}, seed {event.seed} failed: {event.message}", style="red"))
         elif isinstance(event, events.RunStarted):
             for note in event.notes:
-                self._live.console.print(f"{event.label}, seed {event.seed}: {note}")
+                self._live.console.print(Text(f"{event.label}, seed {event.seed}: {note}"))
         elif isinstance(event, events.Judged):
             self._live.console.print(Text(judged_words(event)))
 
@@ -226,7 +226,7 @@ class LiveDisplay:
             facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
             facts += [f"held out: {held_out(run.held_out, self.board.metric)}"] if run.held_out else []
             bar = ProgressBar(total=max(1, run.steps), completed=run.step, width=32)
-            bars.add_row(f"{run.label}, seed {run.seed}", bar, " · ".join(facts))
+            bars.add_row(Text(f"{run.label}, seed {run.seed}"), bar, " · ".join(facts))
 
     def _table(self) -> Table:
         board = self.board

@@ -40,6 +40,11 @@ def run(options: TokenizerOptions, command: str) -> int:
     source = open_source(options.data)
     total = sum(len(piece.encode()) for document in source.documents() for piece in document)
     left = int(total * (1 - options.validation_fraction))
+    if left == 0:
+        raise ArgumentError(
+            f"tokenizer: --validation-fraction {options.validation_fraction:g} leaves no text of {source.title} to "
+            "learn from. Give a smaller share, or more text."
+        )
 
     def texts() -> Iterator[str]:
         read = 0

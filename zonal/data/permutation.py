@@ -13,7 +13,7 @@ from zonal.errors import ArgumentError
 _ROUNDS = 6
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """The 64-bit finaliser of SplitMix64: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,7 +41,7 @@ def permuted(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
     def encipher(x: np.ndarray) -> np.ndarray:
         left, right = x >> half, x & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
         return (left << half) | right
 
     image = encipher(points.astype(np.uint64))

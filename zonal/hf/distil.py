@@ -84,9 +84,10 @@ class Text:
     held_out: Tensor
 
     @classmethod
-    def of(cls, documents: Sequence[Sequence[int]], windows: int, length: int) -> "Text":
+    def of(cls, documents: Sequence[Sequence[int]], windows: int, length: int, trained: int = 1) -> "Text":
         """Cut texts in two: nine tenths to learn from, and evenly spread windows of the rest.
 
+        trained: tokens of a window of training.
         Raises: ArgumentError when they are too short for the windows.
         """
         learned, rest = [], []
@@ -95,11 +96,13 @@ class Text:
             learned.append(torch.tensor(tokens[:cut], dtype=torch.int64))
             rest.append(torch.tensor(tokens[cut:], dtype=torch.int64))
         tokens = torch.cat(rest)
-        if len(tokens) < length * windows or sum(map(len, learned)) <= length:
+        longest = max(length, trained)
+        if len(tokens) < length * windows or sum(map(len, learned)) <= longest:
+            needed = max(10 * length * windows, 10 * longest // 9 + 2)
             raise ArgumentError(
-                f"convert: texts with at least {10 * length * windows:,} tokens are required (a tenth of them is held "
-                f"out for {windows} windows of {length}), received {10 * len(tokens):,}. Give more text, or fewer or "
-                "shorter windows."
+                f"convert: texts with at least {needed:,} tokens are required: a tenth of them is held out for "
+                f"{windows} windows of {length}, and the rest must be longer than {longest}. "
+                f"Received {sum(map(len, documents)):,}. Give more text, or fewer or shorter windows."
             )
         starts = [index * (len(tokens) - length) // max(1, windows - 1) for index in range(windows)]
         return cls(torch.cat(learned), torch.stack([tokens[start : start + length] for start in starts]))

@@ -99,7 +99,7 @@ class _Conversion:
             self.encode("".join(piece for document in open_source(spec).documents() for piece in document))
             for spec in settings.text.split(",")
         ]
-        self.text = Text.of(documents, settings.windows, settings.eval_length)
+        self.text = Text.of(documents, settings.windows, settings.eval_length, settings.length)
         digest = hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest()[:16]
         wanted = {"schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest}
         path = settings.work / RECORD

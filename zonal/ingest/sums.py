@@ -11,6 +11,7 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Raw
 from zonal.algebra.link import Identity
 from zonal.algebra.score import Dot
+from zonal.data.permutation import mix
 from zonal.errors import ArgumentError
 from zonal.ingest.text import Read, bucket
 from zonal.memory import Memory
@@ -39,7 +40,7 @@ def of(reads: Sequence[Read], heads: int) -> FeatureSums:
     What ``absorb`` gives for the keys as vectors of zeros and ones, made without the zeros.
     """
     memory = empty(heads)
-    if not any(len(each.keys) for each in reads):
+    if not any(len(each.spans) for each in reads):
         return memory
     values = torch.nn.functional.pad(signs(*identities(reads)), (0, 1), value=1.0)
     keys = torch.from_numpy(np.concatenate([each.keys for each in reads])).long()
@@ -106,10 +107,7 @@ def signs(digests: np.ndarray, starts: np.ndarray) -> Tensor:
 
 def _mixed(x: np.ndarray) -> np.ndarray:
     """SplitMix64 of each number (Steele, Lea and Flood 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return mix(x + np.uint64(0x9E3779B97F4A7C15))
 
 
 __all__ = ["CODE", "KEY_DIM", "empty", "identities", "of", "rows", "scores", "signs", "together"]

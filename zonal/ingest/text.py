@@ -37,11 +37,6 @@ class Read(NamedTuple):
         """What tells documents apart."""
         return self.root, self.path
 
-    def text(self, span: int) -> str:
-        """The text of a span."""
-        start, end = self.spans[span]
-        return self.data.decode()[start:end]
-
 
 def words(text: str) -> list[str]:
     """The words of a text in order, in lower case and one form of Unicode."""

@@ -449,12 +449,6 @@ class Memory(Readable):
                 f"{apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
             )
 
-    def check_draws(self, call: str, operator: Operator) -> None:
-        """Raises: ArgumentError, naming the call, when an operator that is declared like this memory's has drawn other
-        numbers.
-        """
-        check_draws(call, self.operator, operator)
-
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""
         return operator is self.operator or same_declaration(operator, self.operator)

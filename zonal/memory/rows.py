@@ -13,6 +13,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError
+from zonal.memory.alike import check_draws
 from zonal.memory.form import Form
 from zonal.memory.spans import Part, Spanned
 from zonal.memory.tokens import Tokens
@@ -155,7 +156,7 @@ def _check_alike(verb: str, memories: Sequence[Any]) -> None:
                 f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} "
                 f"and {other.form.shown()}."
             )
-        first.check_draws(f"Memory.{verb}", other.operator)
+        check_draws(f"Memory.{verb}", first.operator, other.operator)
         if not first.of_operator(other.operator):
             raise ArgumentError(
                 f"Memory.{verb}: all memories must belong to one operator, received "

@@ -13,7 +13,7 @@ from typing import Any
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import diagnostics, formats, key_embeddings, style, transfer
 from zonal.report.records import Point, Run
-from zonal.report.summary import METRIC_NAMES, Row, Summary
+from zonal.report.summary import Row, Summary
 
 MAX_POINTS = 200
 
@@ -201,7 +201,6 @@ def payload(
     return {
         "id": identifier,
         "metric": summary.data.metric,
-        "metricName": METRIC_NAMES[summary.data.metric],
         "higher": summary.data.higher_is_better,
         "trained": transfer.trained_length(summary),
         "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],

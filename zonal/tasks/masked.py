@@ -5,6 +5,7 @@ Of each window a share of 0.15 of the tokens is asked. Of these, 0.8 are replace
 it comes back to a window; evaluation always the same. Source: Devlin et al., "BERT", NAACL 2019, section 3.1.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -59,12 +60,7 @@ class MaskedText(Text):
         return f"Hidden tokens ({ASKED:.0%}): {super().describe()}"
 
     def decode(self, tokens: Sequence[int]) -> str:
-        known = [token for token in tokens if token < self.tokenizer.vocab_size]
-        return (
-            super().decode(tokens)
-            if len(known) == len(tokens)
-            else "".join(
-                SIGN if token == self.tokenizer.vocab_size else super(MaskedText, self).decode([token])
-                for token in tokens
-            )
+        runs = itertools.groupby(tokens, lambda token: token == self.tokenizer.vocab_size)
+        return "".join(
+            SIGN * len(list(run)) if hidden else super(MaskedText, self).decode(list(run)) for hidden, run in runs
         )

@@ -23,6 +23,7 @@ import torch
 from zonal import subnormals
 from zonal.errors import ArgumentError
 from zonal.execution import machine
+from zonal.kernels import choice
 
 MOST_THREADS = 1024
 
@@ -320,11 +321,5 @@ def describe_device(device: torch.device, threads: int) -> dict[str, Any]:
             "threads": threads,
             "memory_bytes": properties.total_memory,
         }
-    name = platform.processor() or platform.machine()
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return {"name": name, "cores": cores(), "threads": threads, "memory_bytes": memory}
+    return {"name": choice.processor(), "cores": cores(), "threads": threads, "memory_bytes": memory}

@@ -158,7 +158,7 @@ class SearchSpec(SearchSettings):
         if run.status != "done" or run.final is None:
             return None
         if self.measure == "steps":
-            reached = run.steps_to.get(str(self.target))
+            reached = run.steps_to.get(f"{self.target:g}")
             return float(run.steps if reached is None else reached)
         name = "loss" if self.measure == "loss" else self.task.metric
         value = run.final[name]
