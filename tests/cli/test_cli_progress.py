@@ -127,6 +127,14 @@ def shown(board):
     return console.file.getvalue()
 
 
+def test_live_display_shows_names_in_brackets(monkeypatch):
+    monkeypatch.setitem(LABELS, "softmax", "[mamba2*3, softmax]")
+    board = Board("accuracy", LABELS, Clock())
+    for event in (planned(), started("a", "softmax"), step("a", 40)):
+        board.add(event)
+    assert "[mamba2*3, softmax], seed 0" in shown(board)
+
+
 def test_live_display_shows_bars_and_table():
     board = Board("accuracy", LABELS, Clock())
     assert "Preparing" in shown(board)
