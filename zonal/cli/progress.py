@@ -98,10 +98,9 @@ class Board:
     def _weight(self, operator: str) -> float:
         """How long one run of the operator takes, in measured seconds; 1 where nothing was measured."""
         plan = self.planned
-        if plan is None or not plan.step_seconds or operator not in plan.step_seconds:
+        if plan is None or operator not in plan.step_seconds:
             return 1.0
-        evaluation = (plan.evaluation_seconds or {}).get(operator, 0.0)
-        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * evaluation
+        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * plan.evaluation_seconds[operator]
 
     def fraction(self) -> float:
         """Part of the whole work that is done, 0 to 1, runs weighed by the time they take."""
@@ -115,7 +114,7 @@ class Board:
         )
         if self.planned is None:
             return done, sum(self._weight(run.operator) for run in self.runs.values())
-        operators = list(self.planned.step_seconds or self.labels)
+        operators = list(self.planned.step_seconds)
         return done, self.planned.runs / max(1, len(operators)) * sum(self._weight(operator) for operator in operators)
 
     def seconds_left(self) -> float | None:
@@ -124,7 +123,7 @@ class Board:
         elapsed, here = self.clock() - self._began, done - self._at_start
         if total and here > 0.05 * (total - self._at_start):
             return elapsed * max(0.0, total - done) / here
-        if self.planned is not None and self.planned.estimated_seconds is not None:
+        if self.planned is not None:
             return max(0.0, self.planned.estimated_seconds - elapsed)
         return None
 
@@ -279,8 +278,10 @@ class PlainDisplay:
             case events.Measuring():
                 self._say(f"{board.phase} …")
             case events.Planned():
-                needed = "" if event.estimated_seconds is None else f", about {_rounded(event.estimated_seconds)}"
-                self._say(f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each{needed}.")
+                self._say(
+                    f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each, "
+                    f"about {_rounded(event.estimated_seconds)}."
+                )
             case events.RungStarted():
                 told = f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}."
                 self._say(told if event.round else f"{board.phase}.")

@@ -25,16 +25,16 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. The times are
-    None where there was no budget, hence no measurement; step_seconds and evaluation_seconds map operator → seconds.
+    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. Measured
+    seconds of an update and of an evaluation, by operator.
     """
 
     runs: int
     remaining: int
     steps: int
-    step_seconds: dict[str, float] | None
-    evaluation_seconds: dict[str, float] | None
-    estimated_seconds: float | None
+    step_seconds: dict[str, float]
+    evaluation_seconds: dict[str, float]
+    estimated_seconds: float
 
 
 @dataclass(frozen=True)
