@@ -1,5 +1,6 @@
 """Folders of texts in one memory: the same bits in every order, nothing left of what is subtracted, nothing lost."""
 
+import io
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks import ingest as benchmark
 from zonal import ingest, store
@@ -483,3 +485,11 @@ def test_a_document_without_keys_is_counted(tmp_path: Path) -> None:
 def test_merge_refuses_the_sizes_of_a_new_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ingest", "a", "b", "--merge", "--heads", "8", "--out", str(tmp_path / "c")]) == 2
     assert "no --heads. Leave it out" in capsys.readouterr().err
+
+
+def test_a_folder_with_braces_is_read_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = written(tmp_path / "a{b}[c]", {"mill.txt": TEXTS["mill.txt"]})
+    shown = io.StringIO()
+    monkeypatch.setattr(command, "screen", lambda: Console(file=shown, force_terminal=True, width=400))
+    assert main(["ingest", str(root), "--out", str(tmp_path / "memory"), "--heads", "4", "--workers", "1"]) == 0
+    assert "a{b}[c]" in shown.getvalue()

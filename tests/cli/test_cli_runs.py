@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zonal.cli import bench, compare, demo
+from zonal.cli import bench, compare, demo, parse
 from zonal.cli.app import main
 from zonal.cli.compare import Compare
 from zonal.cli.generate import pieces, until
@@ -360,6 +360,11 @@ def test_bench_without_the_source_tree(tmp_path, monkeypatch, capsys):
     code, _, err = run("bench tiled", capsys)
     assert code == 2
     assert "They come with the source tree" in err
+
+
+def test_demo_shares_out_any_budget():
+    budgets = [parse.duration(settings.budget) for _, settings in demo.parts(demo.Demo(budget="600h"))]
+    assert sum(budgets) == pytest.approx(600 * 3600 * sum(share for _, share, _ in demo.PARTS))
 
 
 def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):

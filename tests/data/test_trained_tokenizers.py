@@ -122,5 +122,7 @@ def test_the_command_leaves_out_what_is_held_out(tmp_path, capsys):
     assert len(tokenizer.encode(" xyzxyzxyz")) == 10
     assert main(["tokenizer", "--data", str(tmp_path / "text.txt"), "--out", str(out)]) == 2
     assert "a new file" in capsys.readouterr().err
+    assert main(["tokenizer", "--validation-fraction", "1", "--out", str(out.with_name("none.json"))]) == 2
+    assert not out.with_name("none.json").exists()
     assert main(["tokenizer"]) == 2
     assert "--out is required" in capsys.readouterr().err

@@ -223,8 +223,8 @@ def exit_code(result: ComparisonResult, directory: Path, jobs: int | str = 1) ->
     jobs: how many runs there were at a time, or "ray". It is of the machine and not of the comparison, so that the line
     says it.
     """
-    several = "" if jobs == 1 else f" --workers {jobs}" if isinstance(jobs, str) else f" --jobs {jobs}"
-    again = f"zonal compare --resume {directory}{several}"
+    option = "--workers" if isinstance(jobs, str) else "--jobs"
+    again = f"zonal compare --resume {directory}" + ("" if jobs == 1 else f" {option} {jobs}")
     done, failed = (sum(record.status == status for record in result.runs) for status in ("done", "failed"))
     if result.status == "stopped":
         print(

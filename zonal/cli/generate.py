@@ -102,29 +102,27 @@ def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", opti
 def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Text as soon as it is certain: tokens that end within a character wait for the rest of it."""
     waiting: list[int] = []
-    shown = 0
+    shown = 0  # characters of the waiting tokens that were given out
     for token in tokens:
         waiting.append(token)
         text = decode(waiting)
-        if text.endswith(_BROKEN):
-            certain = text[:-1]  # only the last character can still become another one
-            if certain[shown:]:
-                yield certain[shown:]
-                shown = len(certain)
-        else:
-            yield text[shown:]
+        certain = text.removesuffix(_BROKEN)  # a broken last character may still become whole
+        if certain[shown:]:
+            yield certain[shown:]
+        shown = len(certain)
+        if certain == text:
             waiting, shown = [], 0
     if waiting:
         yield decode(waiting)[shown:]
 
 
 def until(texts: Iterable[str], stop: str) -> Iterator[str]:
-    """The texts up to the end of the first ``stop`` in what they are together."""
-    before = ""
+    """The texts up to the end of the first ``stop``, which may begin in one text and end in a later one."""
+    before = ""  # the end of what was given out, in which a stop may have begun
     for text in texts:
-        end = (before + text).find(stop) + len(stop)
-        if end >= len(stop):
-            yield text[: end - len(before)]
+        found = (before + text).find(stop)
+        if found >= 0:
+            yield text[: found + len(stop) - len(before)]
             return
         yield text
         before = (before + text)[-len(stop) :]
@@ -156,7 +154,7 @@ def run(options: Generate, command: str) -> int:
     prompt = written.encode(options.prompt)
     if not prompt:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
-    # the tokens of a text depend on what stands before it, so a text is stopped by its characters
+    # the same words have other tokens after other words, so a text is stopped by its characters
     of_text = config["identity"]["task"].get("task") == "text"
     stop = [written.encode(options.stop)] if options.stop and not of_text else []
     tokens = model.generate(
@@ -169,8 +167,10 @@ def run(options: Generate, command: str) -> int:
         options.seed,
     )
     sys.stdout.write(options.prompt)
-    new = pieces((int(token) for token in tokens), written.decode)
-    for piece in until(new, options.stop) if options.stop and of_text else new:
+    words = pieces((int(token) for token in tokens), written.decode)
+    if options.stop and of_text:
+        words = until(words, options.stop)
+    for piece in words:
         sys.stdout.write(written.joint + piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

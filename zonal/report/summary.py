@@ -246,20 +246,20 @@ def _words(
     if not ordered and not unlearned:
         return "No run has finished yet, so there is nothing to compare.", tuple(state)
     name = METRIC_NAMES[data.metric]
+    labels = {row.operator: formats.named(row.label) for row in rows}
     note = (data.note,) if data.note else ()
     if not ordered:
         best = unlearned[0].value(data.metric)
         assert best is not None
         assert data.guess is not None  # who is not learned has a value that was held against a guess
         best_of = (
-            f"{formats.named(unlearned[0].label)} reaches {name} {formats.spread(best.mean, best.deviation)}, "
+            f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best.mean, best.deviation)}, "
             f"a guess {formats.number(data.guess.value)}"
         )
         return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (
             *note,
             *state,
         )
-    labels = {row.operator: formats.named(row.label) for row in rows}
     leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
     assert best is not None  # ordered holds only rows with a value
     if len(ordered) == 1:
