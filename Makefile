@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about four minutes on 2 cores
 	@$(BIN)/zonal demo
 
-test: $(STAMP)  ## the fast tier of the tests, about six minutes on 2 cores with a cold cache: what every change must pass
+test: $(STAMP)  ## the fast tier of the tests, 5 to 12 minutes on 2 cores, by processor: what every change must pass
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not full and not wheel"
 
 test-all: $(STAMP)  ## all tests: every product of operators, inputs, types and paths
