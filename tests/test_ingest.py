@@ -311,6 +311,18 @@ def test_one_process_at_a_time_and_only_archives(notes, tmp_path):
         ingest.ingest(notes, tmp_path / "memory")
 
 
+@pytest.mark.parametrize("sizes", [{"heads": "64"}, {"size": 2.5}, {"heads": True}, {"size": 0}, {"heads": 65_537}])
+def test_sizes_are_whole_numbers(notes, tmp_path, sizes):
+    with pytest.raises(ArgumentError, match=f"ingest: {next(iter(sizes))} must be a whole number"):
+        ingest.ingest(notes, tmp_path / "memory", **sizes)
+
+
+def test_one_path_is_no_list_of_archives(tmp_path):
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(ArgumentError, match="merge: a list of at least one archive is required, received"):
+            ingest.merge(path, tmp_path / "other")
+
+
 def test_damaged_archives_are_refused(notes, tmp_path):
     out = tmp_path / "memory"
     ingest.ingest(notes, out, heads=1, size=20)

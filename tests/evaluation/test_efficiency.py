@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from zonal.evaluation import common_target, tokens_to
@@ -12,6 +14,8 @@ from zonal.evaluation import common_target, tokens_to
         ([(100, 4.0), (200, 2.0)], 1.9, None),
         ([(100, 1.0)], 1.0, 100.0),  # good from the start: no earlier point to draw a line from
         ([(100, 3.0), (200, 1.0), (300, 3.0), (400, 1.0)], 2.0, 150.0),
+        ([(0, math.nan), (100, 4.0), (150, math.inf), (200, 2.0)], 3.0, 150.0),  # of finite losses only
+        ([(0, math.nan), (10, 1.0)], 2.0, 10.0),
         ([], 2.0, None),
     ],
 )
@@ -25,3 +29,5 @@ def test_the_target_is_reached_by_all():
     assert all(tokens_to(curve, 3.0) is not None for curve in curves)
     assert common_target([]) is None
     assert common_target([[(1, 2.0)], []]) is None
+    assert common_target([[(0, math.nan), *curves[0]], curves[1]]) == 3.0
+    assert common_target([[(1, 2.0)], [(0, math.nan)]]) is None

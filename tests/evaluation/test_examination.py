@@ -24,6 +24,7 @@ def test_means_by_cell():
         Examined({"exact": [1.0, 0.0]}, {"depth": [5, 6]}),
         Examined({"exact": [1.0]}, {"depth": [5, 5]}),
         Examined({"a": [1.0], "b": [1.0, 2.0]}, {}),
+        Examined({}, {"depth": [5, 5]}),
     ],
 )
 def test_batches_that_do_not_fit(found):

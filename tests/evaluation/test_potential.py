@@ -93,6 +93,11 @@ def test_seeds_decide_whether_a_sum_is_more_than_noise():
     assert math.isclose(found.level, 1 - 0.05 / len(found.cycles))
 
 
+def test_a_graph_without_edges_has_no_cycles():
+    assert hodge(3, [], torch.zeros(0)).share == 0
+    assert circulation(3, [], torch.zeros(0, 2)).verdict == "no cycles"
+
+
 @pytest.mark.parametrize(
     ("edges", "form", "message"),
     [

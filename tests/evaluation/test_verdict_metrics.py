@@ -40,6 +40,8 @@ def test_ties_are_taken_in_proportion_whatever_their_order():
         lambda: auroc(torch.ones(0), torch.ones(2)),
         lambda: auroc(torch.ones(2), torch.tensor([float("nan")])),
         lambda: risk_curve(torch.ones(2), torch.ones(3, dtype=torch.bool), (0.5,)),
+        lambda: risk_curve(torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bool), (0.5,)),
+        lambda: risk_curve(torch.ones(2), torch.ones(2, dtype=torch.int64), (0.5,)),
         lambda: risk_curve(torch.ones(2), torch.ones(2, dtype=torch.bool), (1.5,)),
     ],
 )

@@ -6,6 +6,7 @@ import torch
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
+from zonal.errors import ArgumentError
 from zonal.memory import KeyValues, Memory
 
 
@@ -85,6 +86,28 @@ def test_mask_decay_and_bias_appear_when_they_come() -> None:
         decays, torch.cat([torch.zeros(1, 2, 2), decay * mask[:, None], torch.zeros(1, 2, 1)], -1).double()
     )
     assert torch.allclose(biases, torch.cat([torch.zeros(1, 2, 2), bias, torch.zeros(1, 2, 1)], -1))
+
+
+@pytest.mark.parametrize("weights", ["mask", "key_bias", "log_decay"])
+def test_equal_keys_are_told_apart_by_what_else_is_known_of_them(weights: str) -> None:
+    empty, k, v = Memory.empty(m.linear(), 1, 2, 4, 3, kind="keys"), draw(1, 2, 3, 4), draw(1, 2, 3, 3, seed=1)
+    given = {
+        "mask": {"key_padding_mask": torch.tensor([[True, True, False]])},
+        "key_bias": {"key_bias": torch.full((1, 2, 3), -3.0)},
+        "log_decay": {"log_decay": torch.full((1, 2, 3), -0.1)},
+    }[weights]
+    a, b, q = empty.absorb(k, v, **given), empty.absorb(k, v), draw(1, 2, 2, 4, seed=9)
+    assert torch.equal(a.merge(b).subtract(b).read(q), a.read(q))
+    with pytest.raises(ArgumentError, match="neither the first nor the last"):
+        a.merge(step(empty, 5)).subtract(b)
+
+
+def test_what_padding_holds_tells_no_tokens_apart() -> None:
+    empty, mask = Memory.empty(m.softmax(), 1, 2, 4, 3), torch.tensor([[True, False]])
+    nothing = torch.full((1, 2, 2), float("nan")).masked_fill(mask[:, None], 0)
+    k, v = (x + nothing.unsqueeze(-1) for x in (draw(1, 2, 2, 4), draw(1, 2, 2, 3, seed=1)))
+    padded, more = empty.absorb(k, v, mask, key_bias=nothing), step(empty, 5)
+    assert torch.equal(padded.merge(more).subtract(padded).read(draw(1, 2, 1, 4)), more.read(draw(1, 2, 1, 4)))
 
 
 def test_a_window_keeps_what_can_be_seen() -> None:

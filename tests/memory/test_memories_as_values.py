@@ -173,6 +173,27 @@ def test_the_end_of_what_fades_is_told_from_its_beginning(name: str, cut: int, t
         pair.subtract(b.merge(a))
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_middle_cannot_be_subtracted(last: int) -> None:
+    """A window keeps its tokens, in place of earlier ones that only the sums have."""
+    op, tokens = m.local_global(window=3).double(), span()
+    a, b, c = (tokens.part(*part).into(empty(op)) for part in ((0, 5), (5, 10), (10, 10 + last)))
+    whole = a.merge(b).merge(c)
+    for part in (b, c):
+        with pytest.raises(ArgumentError, match="is the middle or the end of this one"):
+            whole.subtract(part)
+    close(whole.subtract(a).read(queries()), b.merge(c).read(queries()))
+
+
+def test_a_beginning_may_end_like_what_follows() -> None:
+    """As documents do that end with the same token."""
+    op, tokens, q = m.local_global(window=3).double(), span(tokens=10), queries()
+    for x in (tokens.k, tokens.v):
+        x[:, :, 9] = x[:, :, 4]
+    a, b = (tokens.part(*part).into(empty(op)) for part in ((0, 5), (5, 10)))
+    close(a.merge(b).subtract(a).read(q), b.read(q))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_memory_is_printed_in_one_line_and_moves(name: str) -> None:
     op = operator(name)

@@ -91,6 +91,17 @@ def test_poison_is_refused(spec: str, poison: float, verb: str) -> None:
         assert torch.isfinite(memory.absorb(*tokens, mask).read(q)).all()
 
 
+def test_a_gate_is_finite_for_real_tokens() -> None:
+    memory, gate = made(), torch.rand(2, 2, 3)
+    poisoned, mask = gate.clone(), torch.tensor([[True, True, False]]).expand(2, -1)
+    poisoned[..., 2] = float("nan")
+    with pytest.raises(NonFiniteError, match="key_gate holds NaN or infinity in a real token; nothing was absorbed"):
+        memory.absorb(*kv(3, memory), key_gate=poisoned)
+    q = torch.ones(2, 2, 1, 4)
+    found, expected = (memory.absorb(*kv(3, memory), mask, key_gate=x).read(q) for x in (poisoned, gate))
+    assert torch.equal(found, expected)
+
+
 def test_positive_decay_is_refused() -> None:
     memory = made(m.linear())
     with pytest.raises(ArgumentError, match="log_decay must be <= 0"):

@@ -6,7 +6,7 @@ from matrix import OPERATORS, randomised
 
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.errors import FileFormatError
+from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import KeyValues, Memory
 from zonal.store import save_tensors
 
@@ -74,6 +74,14 @@ def test_given_operator_is_the_live_one(tmp_path) -> None:
     memory.save(tmp_path / "m")
     live = m.ska(power=1).double()
     assert Memory.load(tmp_path / "m", live).operator is live
+
+
+def test_a_spec_is_an_operator_and_a_number_is_none(tmp_path) -> None:
+    memory = Memory.empty(m.ridge(), 1, 1, 4, 3)
+    memory.save(tmp_path / "m")
+    assert Memory.load(tmp_path / "m", "ridge").form == memory.form
+    with pytest.raises(ArgumentError, match=r"Memory.load: an Operator or a spec"):
+        Memory.load(tmp_path / "m", 5)  # type: ignore[arg-type]
 
 
 def test_an_empty_memory_goes_on_from_its_file(tmp_path) -> None:

@@ -373,7 +373,10 @@ def test_a_criterion_is_saved_whole(tmp_path):
         pytest.param(lambda a, q: Criterion(support=float("nan")), r"support must lie in \[0, 1\]", id="nan"),
         pytest.param(lambda a, q: Criterion(support=()), r"support must lie in \[0, 1\]", id="none"),
         pytest.param(lambda a, q: Criterion(rate=2.0), r"rate must lie in \[0, 1\]", id="rate"),
+        pytest.param(lambda a, q: Criterion(rate=(0.1, 0.2)), r"rate must lie in \[0, 1\]", id="rates"),
+        pytest.param(lambda a, q: Criterion(miss=(0.1,)), r"miss must lie in \[0, 1\]", id="misses"),
         pytest.param(lambda a, q: Criterion(tokens=-1), "tokens must be a whole number", id="tokens"),
+        pytest.param(lambda a, q: Criterion(tokens=True), "tokens must be a whole number", id="tokens of truth"),
         pytest.param(
             lambda a, q: a.calibrate(q, 1.2), r"rate must lie in \[0, 1\], received 1.2", id="calibrated rate"
         ),
@@ -408,6 +411,17 @@ def test_a_criterion_is_saved_whole(tmp_path):
             "claim must be finite",
             id="claim of nothing",
         ),
+        pytest.param(
+            lambda a, q: a.read(q, report=True, claim=[1]), "claim must be a torch.Tensor, received list", id="claims"
+        ),
+        pytest.param(
+            lambda a, q: a.calibrate(q.numpy(), 0.1), "calibrate: strangers must be a torch.Tensor", id="arrays"
+        ),
+        pytest.param(
+            lambda a, q: a.calibrate(q, 0.1, stored=q), r"a pair \(q, v\).*received Tensor", id="stored queries"
+        ),
+        pytest.param(lambda a, q: a.calibrate(q, 0.1, stored=(q,)), r"a pair \(q, v\)", id="stored without values"),
+        pytest.param(lambda a, q: a.calibrate(q, 0.1, stored=(q, [1])), "stored v must be a torch.Tensor", id="list"),
         pytest.param(lambda a, q: a.calibrate(q * float("nan"), 0.1), "finite queries", id="strangers of nothing"),
         pytest.param(
             lambda a, q: a.support(q[..., 1:]), r"Memory.support: q must be .*received \(1, 1, 50, 15\)", id="query"

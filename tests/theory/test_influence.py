@@ -131,6 +131,13 @@ def test_the_set_is_an_upper_one():
     assert bool(influence.reach([turn, turn]).all())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_support_needs_no_gradients_from_its_caller(mode):
+    with mode():
+        found = influence.support(lambda x: x.cumsum(-2), torch.randn(3, 2))
+    assert torch.equal(found, torch.ones(3, 3, dtype=torch.bool).tril())
+
+
 def test_support_is_of_each_row_of_a_batch():
     x = torch.randn(3, 5, 2)
     found = influence.support(lambda x: x.cumsum(1)[:, 1:], x)

@@ -19,14 +19,14 @@ class Marks:
     def add(self, found: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[int | str]]]) -> None:
         """Add one batch: numbers of each row by name, and properties of each row by name, equal in all rows.
 
-        Raises: ArgumentError when rows differ in a slice, or a number is missing for a row.
+        Raises: ArgumentError when rows differ in a slice, a number is missing for a row, or there is none at all.
         """
         numbers, slices = found
         rows = {len(values) for values in (*numbers.values(), *slices.values())}
-        if len(rows) != 1:
+        if len(rows) != 1 or not numbers:
             raise ArgumentError(
-                "examine: one number per row and equal slices in all rows of a batch are required, "
-                f"got lists of lengths {sorted(rows)}."
+                "examine: one number or more per row and equal slices in all rows of a batch are required, "
+                f"got the numbers {list(numbers)} and lists of lengths {sorted(rows)}."
             )
         sums = self._sums.setdefault(cell_of("examine", slices), defaultdict(lambda: [0.0, 0.0]))
         for name, values in numbers.items():

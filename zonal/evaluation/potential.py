@@ -158,7 +158,7 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
         raise ArgumentError(
             f"hodge: a number for each of {len(found)} edges is required, received shape {tuple(form.shape)}."
         )
-    flat = form.double().reshape(len(found), -1)
+    flat = form.double().reshape(len(found), form.shape[1:].numel())
     incidence = _incidence(nodes, found)
     potential = torch.linalg.pinv(incidence) @ flat
     gradient = incidence @ potential
@@ -166,10 +166,8 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
     faces = triangles(nodes, found)
     curls = torch.stack([_around(face, found) for face in faces]) if faces else rest.new_zeros(0, len(found))
     curl = torch.linalg.pinv(curls) @ (curls @ rest)
-    shape = form.shape[1:]
-    return Hodge(
-        potential.view(nodes, *shape), gradient.view(-1, *shape), curl.view(-1, *shape), (rest - curl).view(-1, *shape)
-    )
+    shape = form.shape
+    return Hodge(potential.view(nodes, *shape[1:]), gradient.view(shape), curl.view(shape), (rest - curl).view(shape))
 
 
 def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, level: float = 0.95) -> Circulation:

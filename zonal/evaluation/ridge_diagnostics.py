@@ -19,8 +19,8 @@ class RidgeDiagnostics:
         keys. It counts the directions along which keys spread.
     used: tr(G A^-1), the summed leverage of all keys: how many of its r keys the state holds, as the ridge sees it.
     free: r - used: about how many more keys in new directions can be recalled exactly.
-    norm: the largest singular value of the whitened step L^-1 M L^-T, with A = L L^T; always below 1. None without M
-        (power 0).
+    norm: the largest singular value of the whitened step L^-1 M L^-T, with A = L L^T; below 1 where nothing fades. None
+        without M (power 0).
     spectrum: the eigenvalues l of that step, complex (B, Hkv, r), largest modulus first. Modulus near 1 means that the
         component persists from step to step; the argument is its rotation per step.
     """

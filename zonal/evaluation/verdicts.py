@@ -28,19 +28,21 @@ def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list
     """The part of wrong answers among the ``shares`` of queries that have the most evidence; of queries that tie, all
     in the same proportion.
 
-    evidence, right (bool) of one shape. Raises: ArgumentError for shapes that differ, shares outside (0, 1], or NaN.
+    evidence, right (bool) of one shape. Raises: ArgumentError for shapes that differ, numbers for ``right``, shares
+    outside (0, 1], or NaN.
     """
-    evidence, wrong = evidence.double().flatten(), (~right).double().flatten()
     if (
-        evidence.shape != wrong.shape
+        evidence.shape != right.shape
+        or right.dtype != torch.bool
         or not evidence.numel()
         or bool(evidence.isnan().any())
         or not all(0 < share <= 1 for share in shares)
     ):
         raise ArgumentError(
-            f"risk_curve: evidence without NaN for each of {wrong.numel()} answers and shares in (0, 1] are required, "
-            f"received {evidence.numel()} and {list(shares)}."
+            "risk_curve: evidence without NaN, right in bool of the same shape and shares in (0, 1] are required, "
+            f"received shape {tuple(evidence.shape)}, {right.dtype} of shape {tuple(right.shape)} and {list(shares)}."
         )
+    evidence, wrong = evidence.double().flatten(), (~right).double().flatten()
     levels, place = torch.unique(-evidence, return_inverse=True)
     count = (
         torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from zonal.algebra.declaration import require_whole
 from zonal.errors import ArgumentError
 from zonal.ingest.archive import Archive, made
 from zonal.ingest.folder import Batch, Skipped, batches, listed, read_batch
@@ -58,8 +59,8 @@ def ingest(
     root, target = _resolved(folder), Path(out).resolve()
     if root == target:
         raise ArgumentError(f"ingest: {folder} cannot be both the folder and the archive. Choose another --out.")
-    if not 1 <= heads <= 65_536 or not 1 <= size <= 65_536:
-        raise ArgumentError(f"ingest: heads and size must be from 1 to 65,536, received {heads} and {size}.")
+    for name, value in (("heads", heads), ("size", size)):
+        require_whole(f"ingest: {name}", value, most=65_536)
     check("ingest", "workers", workers)
     with folder_lock(target, call="ingest"):
         remove_parts(target)
@@ -102,8 +103,8 @@ def merge(archives: list[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     Raises: ArgumentError for archives of different sizes and for documents of one name that are not the same;
         FileFormatError for damaged ones.
     """
-    if not archives:
-        raise ArgumentError("merge: at least one archive is required.")
+    if not archives or isinstance(archives, str | os.PathLike):
+        raise ArgumentError(f"merge: a list of at least one archive is required, received {archives!r}.")
     sources = [Archive.open(each) for each in archives]
     first, target = sources[0], Path(out)
     with folder_lock(target, call="merge"):

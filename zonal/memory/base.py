@@ -14,7 +14,7 @@ from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import apart
 from zonal.algebra.prior import ChunkCausal, Decay
-from zonal.errors import ArgumentError, NonFiniteError, unknown_name
+from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
@@ -147,9 +147,7 @@ class Memory(Readable):
         check_tensors("Memory.absorb", {"k": k, "v": v})
         shape = (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0)
         check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, whole=False)
-        check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
-        if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
-            raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
+        check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias, key_gate)
         tokens = prepared(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
         tokens = tokens._replace(k=keys, v=values)
@@ -295,11 +293,14 @@ class Memory(Readable):
         )
 
     @staticmethod
-    def load(path: str | os.PathLike[str], operator: Operator | None = None) -> "Memory":
-        """Read a file of ``save``; with ``operator`` the memory belongs to that one, which must be declared alike.
+    def load(path: str | os.PathLike[str], operator: Operator | str | None = None) -> "Memory":
+        """Read a file of ``save``; with ``operator`` (or a spec, which makes a new one) the memory belongs to that one,
+        which must be declared alike.
 
-        Raises: FileFormatError for missing, truncated, damaged or foreign files and memories of another operator.
+        Raises: FileFormatError for missing, truncated, damaged or foreign files and memories of another operator;
+        ArgumentError for what is no operator.
         """
+        operator = None if operator is None else operator_of("Memory.load", operator)
         header, tensors, learned = files.load(path)
         with understood("load memory", path):
             if operator is None:

@@ -52,19 +52,20 @@ class Criterion:
 
     def __post_init__(self) -> None:
         for name in ("support", "residual", "rate", "miss"):
-            given = getattr(self, name)
-            values = given if isinstance(given, tuple) else (given,)
+            given, by_head = getattr(self, name), name in ("support", "residual")
+            values = given if by_head and isinstance(given, tuple) else (given,)
             fits = all(
                 isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
                 for x in values
-                if x is not None or name in ("support", "residual")
+                if x is not None or by_head
             )
             if not fits or not values:
                 raise ArgumentError(
                     f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or "
                     "leave it out."
                 )
-        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 0):
+        whole = isinstance(self.tokens, int) and not isinstance(self.tokens, bool) and self.tokens >= 0
+        if self.tokens is not None and not whole:
             raise ArgumentError(f"Criterion: tokens must be a whole number >= 0, received {self.tokens!r}.")
 
     def columns(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,11 @@ def check_tokens(
     mask: Tensor | None,
     log_decay: Tensor | None,
     key_bias: Tensor | None,
+    key_gate: Tensor | None,
 ) -> None:
     """Raises: ArgumentError for shapes, types and devices that do not fit a memory of this form, and for biases that
-    its operator does not take; NonFiniteError for NaN or infinity in a real token.
+    its operator does not take; NonFiniteError for NaN or infinity in a real token. key_gate: as ``check_weights`` lets
+    it pass.
     """
     n = k.shape[2] if k.ndim == 4 else 0
     given = {"key_padding_mask": mask, "log_decay": log_decay, "key_bias": key_bias}
@@ -54,7 +56,7 @@ def check_tokens(
             raise ArgumentError(f"Memory.absorb: {reason}")
     if log_decay is not None and bool((log_decay > 0).any()):
         raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
-    for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
+    for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias), ("key_gate", key_gate)):
         if x is None:
             continue
         real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)

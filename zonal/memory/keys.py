@@ -1,6 +1,6 @@
 """KeyValues: all keys and values, for any operator. Grows with the tokens; a window keeps it short."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -39,6 +39,7 @@ class KeyValues(Memory):
     """Prepared keys and values as they came, with the padding mask, log decays and key biases where there are any.
 
     Held tokens are [begin, end) of the buffer: with a Window prior only those that a later query can still see.
+    ahead: (B,) how many tokens of padding ``stack`` has put before the first; files do not keep it.
     """
 
     kind: ClassVar[str] = "keys"
@@ -48,10 +49,11 @@ class KeyValues(Memory):
     buffer: _Buffer
     begin: int
     end: int
+    ahead: Tensor
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
-        return cls(operator, form, 0, _Buffer(_no_tokens(operator, form), 0), 0, 0)
+        return cls(operator, form, 0, _Buffer(_no_tokens(operator, form), 0), 0, 0, _none_ahead(form))
 
     @property
     def tokens(self) -> Tokens:
@@ -86,14 +88,14 @@ class KeyValues(Memory):
         if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
             held = joined(self.tokens, tokens)
             buffer, begin, end = _Buffer(held, held.length), begin - self.begin, held.length
-            return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
+            return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)
         alike = all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
         if not (alike and buffer.used == self.end and end <= buffer.room.length):
             keep = min(begin, self.end)
             buffer, begin, end = _grown(self.buffer.room.span(keep, self.end), tokens), begin - keep, end - keep
         _write(buffer.room.span(end - tokens.length, end), tokens)
         buffer.used = end
-        return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
+        return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)
 
     @property
     def hidden(self) -> int:
@@ -221,7 +223,7 @@ class KeyValues(Memory):
         assert isinstance(other, KeyValues)
         if other.count > other.end - other.begin:
             # the second has let go of tokens of its own, so none of this one's can be seen any more
-            return replace(other, operator=self.operator, count=self.count + other.count)
+            return replace(other, operator=self.operator, count=self.count + other.count, ahead=self.ahead)
         return self.extended(other.tokens)
 
     def without(self, other: Memory) -> Memory:
@@ -234,12 +236,11 @@ class KeyValues(Memory):
                 "be told apart."
             )
         for start in (0, mine.length - n):
-            part = mine.span(start, start + n)
-            if torch.equal(part.k, theirs.k) and torch.equal(part.v, theirs.v):
+            if bool(mine.span(start, start + n).alike(theirs).all()):
                 rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
-                return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
+                return replace(self._holding(rest, rest.length), ahead=torch.zeros_like(self.ahead))
         raise ArgumentError(
-            "Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. "
+            "Memory.subtract: the other memory's tokens are neither the first nor the last of this one. "
             "Merge under a name, merge(other, span=…), what may have to go from the middle."
         )
 
@@ -257,28 +258,31 @@ class KeyValues(Memory):
         return self._holding(joined(held.span(0, start), held.span(start + count, held.length)), self.count - count)
 
     def preceded(self, n: int) -> Self:
-        held = self.tokens
-        count = self.count + n
+        if n == 0:
+            return self
+        held, count = self.tokens, self.count + n
         whole = count if self.reach is None else min(count, self.reach)
-        return self if n == 0 else self._holding(held.preceded(whole - held.length), count)
+        return replace(self._holding(held.preceded(whole - held.length), count), ahead=self.ahead + n)
 
     def trimmed(self) -> Self:
-        held = self.tokens
-        if self.parts or held.mask is None or self.chunk is not None:
+        if self.parts or self.chunk is not None:
             return self
-        spare = int(torch.cummax(held.mask[0].to(torch.uint8), 0).values.eq(0).sum())
-        left, whole = held.span(spare, held.length), bool(held.mask[0, spare:].all())
-        # where there is padding at the front the window has let go of no token
-        return self._holding(left._replace(mask=None) if whole else left, left.length if spare else self.count)
+        held = self.tokens.with_mask()
+        assert held.mask is not None
+        gone, spare = self.count - held.length, int(self.ahead)
+        if spare >= gone:  # else padding that is held may be behind real tokens that are not, and keeps its place
+            padding = int(torch.cummax(held.mask[0].to(torch.uint8), 0).values.eq(0).sum())
+            held, spare = held.span(padding, held.length), gone + padding
+        return replace(self._holding(held.unmasked(), self.count - spare), ahead=torch.zeros_like(self.ahead))
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        return replace(self, ahead=rows([memory.ahead for memory in sources]))
 
     def _holding(self, tokens: Tokens, count: int) -> Self:
-        return type(self)(
-            self.operator, self.form, count, _Buffer(tokens, tokens.length), 0, tokens.length, parts=self.parts
-        )
+        return replace(self, count=count, buffer=_Buffer(tokens, tokens.length), begin=0, end=tokens.length)
 
     def copied(self) -> Self:
-        own = self.tokens.map(torch.clone)
-        return type(self)(self.operator, self.form, self.count, _Buffer(own, own.length), 0, own.length)
+        return replace(self._holding(self.tokens.map(torch.clone), self.count), ahead=self.ahead.clone(), parts=())
 
     def bytes_at(self, length: int) -> int:
         form, room = self.form, self.buffer.room
@@ -305,7 +309,7 @@ class KeyValues(Memory):
         fits = all(x is None or tuple(x.shape) == shape for x, shape in zip(held, expected, strict=True))
         if not fits or held.k.dtype != key_dtype(operator, form):
             raise ValueError("the tensors do not have the shapes of the header")
-        memory = cls(operator, form, count, _Buffer(held, n), 0, n)
+        memory = cls(operator, form, count, _Buffer(held, n), 0, n, _none_ahead(form))
         if n != (count if memory.reach is None else min(count, memory.reach)):
             raise ValueError(f"{count} tokens are announced and {n} are there")
         return memory
@@ -316,6 +320,10 @@ def key_dtype(operator: Operator, form: Form) -> torch.dtype:
     off by 0.4 %).
     """
     return form.dtype if operator.score.keeps_keys else form.statistics
+
+
+def _none_ahead(form: Form) -> Tensor:
+    return torch.zeros(form.batch, dtype=torch.int64, device=form.device)
 
 
 def _no_tokens(operator: Operator, form: Form) -> Tokens:

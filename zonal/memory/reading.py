@@ -121,7 +121,14 @@ class Readable(Batched):
                 f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which "
                 "nothing is accepted."
             )
-        if not all(bool(torch.isfinite(x).all()) for x in (strangers, *(stored or ()))):
+        if stored is not None and not (isinstance(stored, tuple | list) and len(stored) == 2):
+            raise ArgumentError(
+                "Memory.calibrate: stored must be a pair (q, v) of queries and the values stored for them, received "
+                f"{type(stored).__name__}. Leave it out for the default residual."
+            )
+        given = {"strangers": strangers} | dict(zip(("stored q", "stored v"), stored or (), strict=False))
+        check_tensors("Memory.calibrate", given)
+        if not all(bool(torch.isfinite(x).all()) for x in given.values()):
             raise ArgumentError(
                 "Memory.calibrate: finite queries and values are required, received NaN or infinity. Leave them out."
             )
@@ -182,6 +189,7 @@ class Readable(Batched):
         if claim is None:
             residual = self.differing(q, home, bound, y, criterion.columns(bound.heads, y)[0])
         else:
+            check_tensors("Memory.read", {"claim": claim})
             if claim.shape != y.shape:
                 raise ArgumentError(
                     f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received "

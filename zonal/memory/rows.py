@@ -63,7 +63,9 @@ class Batched(Spanned):
         return concatenated("stack", memories)
 
     def unbind(self) -> tuple[Self, ...]:
-        """A memory for each sequence, without the padding that ``stack`` gave it."""
+        """A memory for each sequence, without the padding that ``stack`` gave it. What comes from a file or another
+        device may keep some in its window.
+        """
         return tuple(self.picked(torch.tensor([row], dtype=torch.int64)).trimmed() for row in range(self.form.batch))
 
     # --- what a kind of memory provides -------------------------------------------------------------------------------
@@ -130,7 +132,13 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     count = max(memory.count for memory in memories)
     if names:
         count = sum(max(found) for found in zip(*lengths, strict=True))
-    aligned = [memory.preceded(count - memory.count) for memory in memories]
+    spare = [count - memory.count for memory in memories]
+    if first.chunk is not None and (moving := [n for n in spare if n % first.chunk]):
+        raise ArgumentError(
+            f"Memory.{verb}: {moving[0]} tokens of padding would move the borders of chunks of {first.chunk}. Pad the "
+            "shorter sequences (key_padding_mask) as they come."
+        )
+    aligned = [memory.preceded(n) for memory, n in zip(memories, spare, strict=True)]
     form = first.form._replace(batch=sum(memory.form.batch for memory in memories))
     named, plain = _joined_rows([memory.tensors() for memory in aligned]), aligned[0].plain()
     if any(memory.plain() != plain for memory in aligned):  # borders that only some rows know

@@ -184,11 +184,6 @@ class Summed(Memory):
     # --- rows, copies and files ---------------------------------------------------------------------------------------
 
     def preceded(self, n: int) -> Self:
-        if self.chunk is not None and n % self.chunk:
-            raise ArgumentError(
-                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the "
-                "shorter sequences (key_padding_mask) as they come."
-            )
         behind = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
         borders = marks.moved(self.borders, n)
         return replace(self, count=self.count + n, padding=self.padding + n, seams=behind, borders=borders)

@@ -62,6 +62,10 @@ class Tokens(NamedTuple):
         shape, device = (self.k.shape[0], self.length), self.k.device
         return self if self.mask is not None else self._replace(mask=torch.ones(shape, dtype=torch.bool, device=device))
 
+    def unmasked(self) -> "Tokens":
+        """The tokens, without a padding mask where all of them are real."""
+        return self._replace(mask=None) if self.mask is not None and bool(self.mask.all()) else self
+
     def completed(self, other: "Tokens") -> "Tokens":
         """The tokens with every entry that the other ones have: no padding, no decay, no bias."""
         whole = self if other.mask is None else self.with_mask()
@@ -71,6 +75,19 @@ class Tokens(NamedTuple):
         if whole.key_bias is None and other.key_bias is not None:
             whole = whole._replace(key_bias=other.key_bias.new_zeros(shape))
         return whole
+
+    def alike(self, other: "Tokens") -> Tensor:
+        """Which tokens are the other's at the same places, (B, n): all that is known of them, and for padding only that
+        it is padding. A single other token is held against each.
+        """
+        a, b = self.completed(other).with_mask(), other.completed(self).with_mask()
+        assert a.mask is not None
+        assert b.mask is not None
+        same = (a.k == b.k).all(-1).all(1) & (a.v == b.v).all(-1).all(1)
+        for x, y in ((a.log_decay, b.log_decay), (a.key_bias, b.key_bias)):
+            if x is not None and y is not None:
+                same = same & (x == y).all(1)
+        return (a.mask == b.mask) & (same | ~a.mask)
 
     def preceded(self, n: int) -> "Tokens":
         """The tokens after n of padding."""

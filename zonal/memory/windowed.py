@@ -33,8 +33,8 @@ class WindowedSums(Memory):
     first tokens, those of them that have left the window, real ones first; else None.
 
     merge(a, b) is the memory of the tokens of a and then of b, and is associative. subtract takes out a beginning,
-    subtract(merge(a, b), a) = b, and refuses what the last tokens show to be the end. With an opening it works only
-    where what is left fits into the window.
+    subtract(merge(a, b), a) = b, and refuses what the kept tokens show to be the middle or the end. With an opening it
+    works only where what is left fits into the window.
     """
 
     kind: ClassVar[str] = "windowed"
@@ -122,8 +122,9 @@ class WindowedSums(Memory):
         between = self.tokens if other.opening is None else joined(self.tokens, other.opening)
         held = packed(joined(between, other.tokens))[0]
         opening, state = self.left(held)
+        count = self.count + other.count
         return replace(
-            self, count=self.count + other.count, tokens=_last(held, self.reach), state=state + other.state,
+            self, count=count, tokens=_last(held, min(self.reach, count)), state=state + other.state,
             padding=self.padding + other.padding, opening=opening,
         )  # fmt: skip
 
@@ -136,10 +137,10 @@ class WindowedSums(Memory):
             )
         if other.count == 0:
             return self
-        if self._ends_with(other, count - padding):
+        if self._keeps_end_of(other, count - padding):
             raise ArgumentError(
-                "Memory.subtract: the other memory is the end of this one, and from sums over a window's past only the "
-                "beginning can be taken out. "
+                "Memory.subtract: the other memory is the middle or the end of this one, and from sums over a window's "
+                "past only the beginning can be taken out. "
                 "Keep this memory from before the merge, or merge with a name (span=…) and forget it."
             )
         real, kept = count - padding, self.tokens.span(max(self.tokens.length - count, 0), self.tokens.length)
@@ -158,15 +159,24 @@ class WindowedSums(Memory):
         blank = self.start(self.operator, self.form)
         return replace(blank, count=count, tokens=kept.map(torch.clone), state=state, padding=padding)
 
-    def _ends_with(self, other: "WindowedSums", left: Tensor) -> bool:
-        """Whether the last tokens of this memory are those of the other, in sequences with ``left`` (B,) > 0 more."""
-        length = min(self.tokens.length, other.tokens.length)
-        mine, theirs = (x.span(x.length - length, x.length).with_mask() for x in (self.tokens, other.tokens))
+    def _keeps_end_of(self, other: "WindowedSums", left: Tensor) -> bool:
+        """Whether the other's last tokens, as far back as both memories keep them, end among the last ``left`` (B,) of
+        this one, in any sequence.
+        """
+        mine, theirs = self.tokens.with_mask(), other.tokens.with_mask()
         assert mine.mask is not None
         assert theirs.mask is not None
-        same = mine.mask & (mine.k == theirs.k).all(-1).all(1) & (mine.v == theirs.v).all(-1).all(1)
-        compared = theirs.mask & (left > 0)[:, None]
-        return bool(compared.any()) and bool(same[compared].all())
+        place = torch.arange(mine.length, 0, -1, device=left.device)
+        last = theirs.span(theirs.length - 1, theirs.length)
+        ends = mine.mask & mine.alike(last) & (place <= left[:, None])
+        for end in ends.any(0).nonzero().flatten().tolist():
+            length = min(end + 1, theirs.length)
+            same = mine.span(end + 1 - length, end + 1).alike(theirs.span(theirs.length - length, theirs.length))
+            # where the other keeps fewer tokens it has no more
+            same = same | ~theirs.mask[:, theirs.length - length :]
+            if bool((ends[:, end] & same.all(1)).any()):
+                return True
+        return False
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
@@ -184,7 +194,7 @@ class WindowedSums(Memory):
         spare, held = int(self.padding.min()), self.tokens
         if held.mask is not None:
             held = held.span(int((~held.mask).sum(-1).min()), held.length)
-        return replace(self, count=self.count - spare, tokens=_unmasked(held), padding=self.padding - spare)
+        return replace(self, count=self.count - spare, tokens=held.unmasked(), padding=self.padding - spare)
 
     def copied(self) -> Self:
         kept = {"tokens": self.tokens.map(torch.clone), "state": self.state.clone(), "padding": self.padding.clone()}
@@ -301,11 +311,7 @@ def _last(held: Tokens, count: int) -> Tokens:
         held = held.span(gone, held.length)
         if gone > count:  # a view would keep all that has left the window
             held = held.map(torch.clone)
-    return held if torch.compiler.is_compiling() else _unmasked(held)
-
-
-def _unmasked(held: Tokens) -> Tokens:
-    return held._replace(mask=None) if held.mask is not None and bool(held.mask.all()) else held
+    return held if torch.compiler.is_compiling() else held.unmasked()
 
 
 def met(q: Tensor, held: Tokens, seen: Tensor | None = None) -> State:

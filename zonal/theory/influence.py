@@ -74,6 +74,8 @@ def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
     return found
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Which inputs the outputs of a function depend on at x, by its derivative: x (..., T, D) -> bool (..., T', T).
 
@@ -87,7 +89,7 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         f"influence.support: x must be floating numbers (..., tokens, D), received {x.dtype} of shape "
         f"{tuple(x.shape)}.",
     )
-    x = x.detach().requires_grad_()
+    x = x.detach().clone().requires_grad_()  # a copy, because what inference mode has made takes no gradient
     y = function(x)
     fits = isinstance(y, Tensor) and y.ndim == x.ndim and y.shape[:-2] == x.shape[:-2]
     require(
