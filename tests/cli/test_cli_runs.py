@@ -148,6 +148,11 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare --task text --data ''", "--data is empty"),
         ("compare --task text --tokenizer bpe", "unknown tokenizer 'bpe'. Did you mean 'byte'?"),
         ("compare --resume nowhere", "nowhere holds no comparison"),
+        (
+            "compare --resume there --seeds 5 --steps 9 --jobs 2",
+            "goes on with the settings in there, so --steps, --seeds would change nothing",
+        ),
+        ("compare --resume there --preset echo-mqar", "so --preset would change nothing. Leave it out"),
         ("compare --task mqar-demo --device gpu", "cpu, cuda or cuda:NUMBER was required, got 'gpu'"),
         ("compare --task mqar-demo --device cuda:99", "CUDA devices. Use --device cpu."),
         ("compare --task mqar-demo --dim 30 --heads 4", "dim"),

@@ -5,20 +5,7 @@ import pytest
 import scipy.stats
 
 from zonal.errors import ArgumentError
-from zonal.evaluation import best_learning_rate, difference_within_spread, spread, student_t_quantile
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 7, 12, 29, 30, 101])
-@pytest.mark.parametrize("probability", [0.001, 0.3, 0.5, 0.75, 0.95, 0.975, 0.9999])
-def test_quantile_agrees_with_scipy(degrees, probability):
-    expected = scipy.stats.t.ppf(probability, degrees)
-    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-10, abs=1e-12)
-
-
-@pytest.mark.parametrize(("probability", "degrees"), [(0.0, 3), (1.0, 3), (0.5, 0), (0.5, -1)])
-def test_quantile_refuses(probability, degrees):
-    with pytest.raises(ArgumentError, match="student_t_quantile"):
-        student_t_quantile(probability, degrees)
+from zonal.evaluation import Final, best_learning_rate, difference_within_spread, spread
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 11])
@@ -41,6 +28,12 @@ def test_one_value_has_no_spread():
 def test_spread_refuses(values):
     with pytest.raises(ArgumentError, match="spread"):
         spread(values)
+
+
+@pytest.mark.parametrize("level", [-0.5, 0.0, 1.0, 95.0, math.nan])
+def test_a_level_is_a_share(level):
+    with pytest.raises(ArgumentError, match="spread: level must lie between 0 and 1"):
+        spread([1.0, 2.0], level=level)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +69,29 @@ def test_equal_values_are_within_the_spread():
     assert difference_within_spread(same, same).verdict == "within the spread"
 
 
+def finals(values):
+    """By rate: the values of seeds after 100 steps, None where a seed failed."""
+    return {rate: [value and Final(value, 100) for value in each] for rate, each in values.items()}
+
+
 def test_best_learning_rate_is_by_mean():
-    finals = {1e-3: [0.5, 0.7], 1e-2: [0.9, 0.2], 3e-3: [0.6, 0.65]}
-    assert best_learning_rate(finals, higher_is_better=True) == 3e-3
-    assert best_learning_rate(finals, higher_is_better=False) == 1e-2
+    tried = finals({1e-3: [0.5, 0.7], 1e-2: [0.9, 0.2], 3e-3: [0.6, 0.65]})
+    assert best_learning_rate(tried, higher_is_better=True) == 3e-3
+    assert best_learning_rate(tried, higher_is_better=False) == 1e-2
 
 
 def test_a_rate_that_diverged_is_not_best():
-    finals = {1e-3: [0.5, 0.5], 1e-2: [0.99, None]}
-    assert best_learning_rate(finals, higher_is_better=True) == 1e-3
-    assert best_learning_rate({1e-3: [None], 1e-2: [0.1]}, higher_is_better=True) == 1e-2
-    assert best_learning_rate({1e-3: [None]}, higher_is_better=True) is None
+    tried = finals({1e-3: [0.5, 0.5], 1e-2: [0.99, None]})
+    assert best_learning_rate(tried, higher_is_better=True) == 1e-3
+    assert best_learning_rate(finals({1e-3: [None], 1e-2: [0.1]}), higher_is_better=True) == 1e-2
+    assert best_learning_rate(finals({1e-3: [None]}), higher_is_better=True) is None
 
 
 def test_ties_go_to_the_smaller_rate():
-    assert best_learning_rate({3e-3: [1.0], 1e-3: [1.0]}, higher_is_better=True) == 1e-3
+    assert best_learning_rate(finals({3e-3: [1.0], 1e-3: [1.0]}), higher_is_better=True) == 1e-3
+
+
+def test_beyond_the_stop_the_sooner_rate_is_best():
+    tried = {1e-3: [Final(0.999, 800)], 3e-3: [Final(0.996, 400)], 1e-2: [Final(0.994, 200)]}
+    assert best_learning_rate(tried, higher_is_better=True, stop=0.995) == 3e-3
+    assert best_learning_rate(tried, higher_is_better=True) == 1e-3

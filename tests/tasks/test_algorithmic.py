@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -207,6 +208,14 @@ def test_a_guess_is_what_is_reached_without_learning():
     assert tasks.resolve("modular").guess().value == pytest.approx(1 / 32, abs=0.015)
     # half of the words, or more, are the majority's
     assert 0.4 < tasks.resolve("majority").guess().value < 0.6
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"parity"}))
+def test_the_evaluation_holds_no_sequences_of_training(name):
+    task = tasks.resolve(name)
+    shown = {tuple(tokens.tolist()) for step in range(30) for tokens in task.train_batch(step, 32, seed=0).tokens}
+    asked = [tuple(tokens.tolist()) for batch in task.evaluation_batches(50) for tokens in batch.tokens]
+    assert np.mean([tokens in shown for tokens in asked]) < 0.02
 
 
 class Right:

@@ -181,6 +181,17 @@ def test_a_guess_is_right_as_often_as_said(kind):
     assert np.mean(right) == pytest.approx(KINDS[kind].guess(pairs), abs=0.035)
 
 
+@pytest.mark.parametrize("offset", [1, 4])
+def test_the_first_words_of_an_offset_are_never_its_answer(offset):
+    answers = set()
+    for number in range(300):
+        tokens, targets = example(f"offset-{offset}", 6, 64, WORDS, (number,))
+        context = tokens[: tokens.tolist().index(SIGNS["?"])].tolist()[-6:]
+        answers |= {context.index(targets[at]) for at in np.flatnonzero(targets != -100)}
+    assert answers == set(range(offset, 6))
+    assert KINDS[f"offset-{offset}"].guess(6) == 1 / len(answers)
+
+
 def test_words():
     assert len(WORDS.noise) + len(WORDS.keys) + len(WORDS.values) + len(SIGNS) == 128
     assert (len(WORDS.keys), len(WORDS.values), len(WORDS.noise)) == (53, 53, 15)
@@ -195,7 +206,7 @@ def test_words():
         ("needle", 54, 400, "needle with 54 pairs requires 54 keys, a vocabulary of 128 has 53"),
         ("common-word", 54, 400, "requires 54 values"),
         ("mqar", 8, 38, "mqar with 8 pairs takes 39 tokens; a length of that or more is required, got 38"),
-        ("offset-3", 3, 64, "more words than its offset"),
+        ("offset-3", 4, 64, "offset-3 requires at least 5 words, of which two can be asked, got 4"),
     ],
 )
 def test_what_cannot_be_made(kind, pairs, length, words):

@@ -63,6 +63,17 @@ def test_what_decays():
     assert all(name in constant for name, parameter in model.named_parameters() if parameter.ndim < 2)
 
 
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [("mamba3(head_dim=8)", {"key_bias", "query_bias"}), ("mesanet(head_dim=8)", {"raw_ridge"})],
+)
+def test_numbers_of_a_layers_own_do_not_decay(layer, names):
+    _, constant = decay_groups(build(ModelConfig(7, 16, (layer,), heads=2), seed=0))
+    kept = {name.rpartition(".")[2]: parameter for name, parameter in constant.items()}
+    assert names <= set(kept)
+    assert all(kept[name].ndim >= 2 for name in names)
+
+
 def test_gates_of_a_dense_skip_do_not_decay():
     model = build(ModelConfig(7, 8, ("softmax",) * 2, heads=2, residual="dense", mlp="experts", experts=2), seed=0)
     decaying, constant = decay_groups(model)

@@ -12,7 +12,18 @@ from rich.text import Text
 from zonal import report
 from zonal.cli import parse, presets
 from zonal.cli.console import screen
-from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title, training_steps
+from zonal.cli.options import (
+    STOPPED,
+    ModelOptions,
+    RunOptions,
+    changed,
+    device,
+    folder_of,
+    only_resumed,
+    shown,
+    title,
+    training_steps,
+)
 from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES, SIZE
@@ -176,6 +187,9 @@ def execute(
 def run(options: Compare, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.resume is not None:
+        kept = ("resume", "retry_failed", "jobs", "workers", "threads")
+        given = changed(options, Compare(), *kept) if options.preset is None else ["--preset"]
+        only_resumed("compare", given, options.resume)
         comparison = Comparison.open(options.resume)
     else:
         spec = specification(options, command)

@@ -10,7 +10,17 @@ from typing import Annotated
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import STOPPED, RunOptions, TrainingOptions, device, folder_of, shown, title
+from zonal.cli.options import (
+    STOPPED,
+    RunOptions,
+    TrainingOptions,
+    changed,
+    device,
+    folder_of,
+    only_resumed,
+    shown,
+    title,
+)
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
@@ -103,6 +113,7 @@ def run(options: SearchOptions, command: str) -> int:
     """Run the command; returns the exit code."""
     workers = parsed("search: --workers", options.workers)
     if options.resume is not None:
+        only_resumed("search", changed(options, SearchOptions(), "resume", "workers", "threads"), options.resume)
         search = Search.open(options.resume)
         options = _asked(search)
     else:

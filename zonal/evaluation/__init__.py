@@ -3,8 +3,8 @@
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.examination import Marks, examine
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
-from zonal.evaluation.selection import best_learning_rate
-from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
+from zonal.evaluation.selection import Final, best_learning_rate
+from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
 from zonal.evaluation.verdicts import auroc, risk_curve
 from zonal.execution.paths.coverage import Coverage, coverage
 
@@ -13,6 +13,7 @@ __all__ = [
     "Cells",
     "Coverage",
     "Difference",
+    "Final",
     "Marks",
     "Spread",
     "auroc",
@@ -25,6 +26,5 @@ __all__ = [
     "examine",
     "risk_curve",
     "spread",
-    "student_t_quantile",
     "tokens_to",
 ]

@@ -7,22 +7,44 @@ every operator. Where that matters, train once more with the chosen rate on fres
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 
-def best_learning_rate(finals: Mapping[float, Sequence[float | None]], *, higher_is_better: bool) -> float | None:
-    """The learning rate with the best mean final value.
+class Final(NamedTuple):
+    """The headline value of a finished run, and after how many steps it ended."""
 
-    ``finals`` maps each learning rate to the final headline value of each seed, None where that run failed or is not
-    finished. A rate with more missing values than another is never preferred to it: a rate at which a seed diverges is
-    not best because its other seeds did well. Ties go to the smaller rate. None when nothing has finished.
+    value: float
+    steps: int
+
+
+def capped(value: float, stop: float | None) -> float:
+    """A headline value as it is compared: a run stops at the accuracy ``stop``, and by how much it goes beyond says
+    nothing.
     """
-    best: tuple[int, float, float] | None = None
-    for rate, values in finals.items():
-        finished = [value for value in values if value is not None and math.isfinite(value)]
-        if not finished:
-            continue
-        mean = sum(finished) / len(finished)
-        key = (len(values) - len(finished), -mean if higher_is_better else mean, rate)
-        if best is None or key < best:
-            best = key
-    return None if best is None else best[2]
+    return value if stop is None else min(value, stop)
+
+
+def best_learning_rate(
+    finals: Mapping[float, Sequence[Final | None]],
+    *,
+    higher_is_better: bool,
+    stop: float | None = None,
+    seeds: Mapping[float, int] = MappingProxyType({}),
+) -> float | None:
+    """The learning rate with the best mean final value, of values ``capped`` at ``stop``.
+
+    ``finals`` maps each learning rate to the outcome of each seed that tries all rates, None where that run failed or
+    is not finished. A rate with more missing values than another is never preferred to it: a rate at which a seed
+    diverges is not best because its other seeds did well. Ties go to the rate that more ``seeds`` took, others
+    included, then to the one with fewer steps, then to the smaller one. None when nothing has finished.
+    """
+    keys = []
+    for rate, outcomes in finals.items():
+        finished = [final for final in outcomes if final is not None and math.isfinite(final.value)]
+        if finished:
+            mean = math.fsum(capped(final.value, stop) for final in finished) / len(finished)
+            steps = sum(final.steps for final in finished) / len(finished)
+            better = -mean if higher_is_better else mean
+            keys.append((len(outcomes) - len(finished), better, -seeds.get(rate, 0), steps, rate))
+    return min(keys)[-1] if keys else None

@@ -13,49 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from scipy.special import stdtrit
+
 from zonal.errors import ArgumentError
 
 Verdict = Literal["within the spread", "beyond the spread", "not decidable"]
-
-
-def _central_probability(angle: float, degrees: int) -> float:
-    """P(|T| < √ν tan θ) for Student's t with ν degrees of freedom: the finite sums for whole ν
-    (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    sine, square = math.sin(angle), math.cos(angle) ** 2
-    if degrees % 2:
-        term, total = math.cos(angle), 0.0
-        for k in range(3, degrees + 1, 2):
-            total += term
-            term *= square * (k - 1) / k
-        return 2.0 / math.pi * (angle + sine * total)
-    term, total = 1.0, 0.0
-    for k in range(2, degrees + 1, 2):
-        total += term
-        term *= square * (k - 1) / k
-    return sine * total
-
-
-def student_t_quantile(probability: float, degrees: int) -> float:
-    """The t with P(T ≤ t) = ``probability`` for Student's t with ``degrees`` degrees of freedom (a whole number ≥ 1).
-
-    Found by bisection to the precision of float64. Raises ArgumentError outside 0 < probability < 1.
-    """
-    if degrees < 1 or degrees != int(degrees):
-        raise ArgumentError(f"student_t_quantile: degrees must be a whole number of at least 1, got {degrees}.")
-    if not 0.0 < probability < 1.0:
-        raise ArgumentError(f"student_t_quantile: probability must lie between 0 and 1, got {probability}.")
-    if probability < 0.5:
-        return -student_t_quantile(1.0 - probability, degrees)
-    central = 2.0 * probability - 1.0
-    low, high = 0.0, math.pi / 2
-    while True:
-        middle = 0.5 * (low + high)
-        if middle in (low, high):
-            return math.sqrt(degrees) * math.tan(low)
-        if _central_probability(middle, int(degrees)) < central:
-            low = middle
-        else:
-            high = middle
 
 
 @dataclass(frozen=True)
@@ -91,7 +53,12 @@ def _finite(call: str, values: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float], *, level: float = 0.95) -> Spread:
-    """Mean, sample standard deviation, extremes and the two-sided t interval of ``values`` (at least one, finite)."""
+    """Mean, sample standard deviation, extremes and the two-sided t interval of ``values`` (at least one, finite).
+
+    Raises: ArgumentError for no values, values that are not finite, or a level outside (0, 1).
+    """
+    if not 0 < level < 1:
+        raise ArgumentError(f"spread: level must lie between 0 and 1, such as 0.95, received {level}.")
     numbers = _finite("spread", values)
     n = len(numbers)
     if not n:
@@ -100,7 +67,7 @@ def spread(values: Sequence[float], *, level: float = 0.95) -> Spread:
     if n == 1:
         return Spread(1, mean, None, mean, mean, None, None)
     deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1))
-    half = student_t_quantile(0.5 + level / 2, n - 1) * deviation / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.5 + level / 2)) * deviation / math.sqrt(n)
     return Spread(n, mean, deviation, min(numbers), max(numbers), mean - half, mean + half)
 
 

@@ -178,10 +178,10 @@ def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
         min(runs, key=lambda each: each[0].steps_done),
         max(runs, key=lambda each: each[0].steps_done),
     )
-    stop = data.training.get("stop_at_accuracy")
     why = (
-        f"; each run stops at accuracy {stop:g}, so final numbers near it say nothing, and steps say who was sooner"
-        if stop is not None
+        f"; each run stops at accuracy {data.stop:g}, so final numbers near it say nothing, and steps say who was "
+        "sooner"
+        if data.stop is not None
         else ""
     )
     sentence = (

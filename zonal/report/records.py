@@ -96,7 +96,6 @@ class Run:
     peak_memory_bytes: int | None = None
     memory_bytes: Mapping[int, int] = field(default_factory=dict)
     final: Metrics | None = None
-    best: Metrics | None = None
     steps_to: Mapping[float, int | None] = field(default_factory=dict)
     learned: tuple[Mapping[str, Any], ...] = ()
     learned_before: tuple[Mapping[str, Any], ...] = ()
@@ -165,6 +164,11 @@ class ComparisonData:
         """The seeds that tried all rates."""
         return self.seeds[: self.screening_seeds]
 
+    @property
+    def stop(self) -> float | None:
+        """The accuracy at which a run stopped."""
+        return self.training.get("stop_at_accuracy")
+
 
 def _metrics(values: Any, name: str) -> Metrics | None:
     """An evaluation; None where there is none, or where its loss was not finite (training writes null then)."""
@@ -212,7 +216,7 @@ def _run(folder: Traversable) -> Run:
         record = made(Mapping[str, Any], checked(path, read_json(path)), "the record")
         found = {
             "label": record.get("label") or record.get("operator"),
-            **{name: _metrics(record.get(name), name) for name in ("final", "best")},
+            "final": _metrics(record.get("final"), "final"),
             "training": curves["train"],
             "evaluations": curves["eval"],
             "diagnostics": diagnostics.load(folder),

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zonal.evaluation.selection import best_learning_rate
+from zonal.evaluation.selection import Final, best_learning_rate, capped
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
 from zonal.report import fairness, formats, style
 from zonal.report.fairness import METRIC_NAMES, NOT_LEARNED, Flag
@@ -105,15 +105,27 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
     """The learning rate that an operator is shown with: the best mean of the headline number over the seeds that tried
     all rates.
     """
-    sweep = {
-        rate: tried for rate, runs in sweep.items() if (tried := [run for run in runs if run.seed in data.screening])
-    }
-    finals = {
-        rate: [final.value(data.metric) for run in runs if (final := run.final) is not None and run.done]
-        + [None] * sum(not run.done for run in runs)
+    ended = {
+        rate: {run.seed: Final(score, run.steps_done) for run in runs if (score := _score(data, run)) is not None}
         for rate, runs in sweep.items()
     }
-    return best_learning_rate(finals, higher_is_better=data.higher_is_better)
+    return best_learning_rate(
+        {rate: [by_seed.get(seed) for seed in data.screening] for rate, by_seed in ended.items()},
+        higher_is_better=data.higher_is_better,
+        stop=data.stop,
+        seeds={rate: len(by_seed) for rate, by_seed in ended.items()},
+    )
+
+
+def _score(data: ComparisonData, run: Run) -> float | None:
+    """The headline number of a run that is done, as it is compared."""
+    value = run.final.value(data.metric) if run.final is not None and run.done else None
+    return None if value is None else capped(value, data.stop)
+
+
+def _scores(data: ComparisonData, row: Row) -> dict[int, float]:
+    """``_score`` by seed."""
+    return {run.seed: score for run in row.runs if (score := _score(data, run)) is not None}
 
 
 def _slices(runs: Sequence[Run]) -> dict[str, dict[str, Spread]]:
@@ -158,15 +170,8 @@ def _mark_best(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def _verdict(data: ComparisonData, leader: Row, other: Row) -> Verdict | None:
-    def by_seed(row: Row) -> dict[int, float]:
-        return {
-            run.seed: value
-            for run in row.runs
-            if run.final is not None and (value := run.final.value(data.metric)) is not None
-        }
-
     sign = 1.0 if data.higher_is_better else -1.0
-    found: Difference = difference_within_spread(by_seed(leader), by_seed(other))
+    found: Difference = difference_within_spread(_scores(data, leader), _scores(data, other))
     if found.mean is None:
         return None
     margin = None if found.low is None or found.high is None else (found.high - found.low) / 2
@@ -223,9 +228,11 @@ def summarise(data: ComparisonData) -> Summary:
     sign = -1.0 if data.higher_is_better else 1.0
     # an operator that lacks seeds is not ranked above complete ones by a lucky seed: it comes after them
     scored = [
-        (-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))
+        (-found.n, sign * found.mean, sum(run.steps_done for run in row.runs), index)
+        for index, row in enumerate(rows)
+        if (found := _spread(list(_scores(data, row).values())))
     ]
-    by_score = [rows[index] for _, _, index in sorted(scored)]
+    by_score = [rows[index] for *_, index in sorted(scored)]
     ordered = [row for row in by_score if row.learned is not False]
     unlearned = [row for row in by_score if row.learned is False]
     verdicts = tuple(verdict for row in ordered[1:] if (verdict := _verdict(data, ordered[0], row)))
@@ -260,44 +267,91 @@ def _words(
             *note,
             *state,
         )
-    leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
-    assert best is not None  # ordered holds only rows with a value
     if len(ordered) == 1:
+        leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
+        assert best is not None  # ordered holds only rows with a value
         others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
         return f"{leader} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
-    second, runner = labels[ordered[1].operator], ordered[1].value(data.metric)
-    assert runner is not None
-    level = [labels[verdict.other] for verdict in verdicts if verdict.within]
-    decided = [verdict for verdict in verdicts if verdict.within is not None]
-    first_number, second_number = formats.told_apart(best.mean, runner.mean)
-    figures = f"{first_number} against {second_number} for {second}"
-    if not decided and best.mean == runner.mean:
-        headline = f"{leader} and {second} have the same {name}, {formats.number(best.mean)}, with one seed."
-    elif not decided:
-        headline = f"{leader} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
-    elif level:
-        seeds = f"with {best.n} seeds"
-        within = f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader}"
-        headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
-        if len(level) == len(ordered) - 1 and len(level) > 1:
-            headline = (
-                f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} "
-                f"are within the spread of {leader}, which has the best mean {name}, {figures}."
-            )
-    else:
-        headline = (
-            f"{leader} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, "
-            "is larger than the spread over seeds."
+    headline = _headline(data, ordered, labels, verdicts, some=bool(unlearned))
+    return headline, (*note, *_differences(data, ordered, labels, verdicts), *_costs(rows, labels), *state)
+
+
+def _stopped(data: ComparisonData, rows: Sequence[Row]) -> list[str]:
+    """The operators whose every run reached the accuracy at which runs stop."""
+    return [row.operator for row in rows if set(_scores(data, row).values()) == {data.stop}]
+
+
+def _headline(
+    data: ComparisonData,
+    ordered: Sequence[Row],
+    labels: Mapping[str, str],
+    verdicts: Sequence[Verdict],
+    *,
+    some: bool,
+) -> str:
+    """Who is ahead, of two operators or more. some: whether others did not learn the task."""
+    name, leader = METRIC_NAMES[data.metric], labels[ordered[0].operator]
+    scores = {row.operator: spread(list(_scores(data, row).values())) for row in ordered}
+    best, sign = scores[ordered[0].operator], 1 if data.higher_is_better else -1
+    if len(stopped := _stopped(data, ordered)) > 1:
+        names = formats.enumerate_names([labels[operator] for operator in stopped])
+        return (
+            f"No clear winner: {names} {'both' if len(stopped) == 2 else 'all'} reach {name} {data.stop:g}, at which a "
+            "run stops. How many steps they took tells them apart."
         )
-    if decided:
-        notes = [_verdict_words(leader, labels[verdict.other], name, verdict) for verdict in verdicts]
-    else:
-        amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
-        notes = [
-            f"Behind {leader} in {name}: {', '.join(amounts)}. "
-            "The spread over seeds is unknown with one seed; run more to know it."
-        ]
-    return headline, (*note, *notes, *_costs(rows, labels), *state)
+    behind = {verdict.other: verdict.behind for verdict in verdicts}
+    fewer = [
+        f"{labels[operator]} {formats.number(found.mean)} ({found.n} seed{'s' * (found.n > 1)})"
+        for operator, found in scores.items()
+        if found.n < best.n and (sign * (found.mean - best.mean) > 0 or behind.get(operator, 0) < 0)
+    ]
+    if fewer:
+        return (
+            f"No clear winner: {leader} has the best mean {name} of the operators with {best.n} seeds, "
+            f"{formats.number(best.mean)}. With fewer seeds: {formats.enumerate_names(fewer)}."
+        )
+    within = [labels[verdict.other] for verdict in verdicts if verdict.within]
+    beyond = [verdict for verdict in verdicts if verdict.within is False]
+    second = beyond[0].other if beyond and not within else ordered[1].operator
+    figures = " against ".join(formats.told_apart(best.mean, scores[second].mean)) + f" for {labels[second]}"
+    if within:
+        seeds = f"with {best.n} seeds"
+        if len(within) == len(ordered) - 1 > 1:
+            who = f"all {len(ordered)} operators{' that learned the task' if some else ''} are"
+        else:
+            who = f"{formats.enumerate_names(within)} {'is' if len(within) == 1 else 'are'}"
+        return (
+            f"No clear winner {seeds}: {who} within the spread of {leader}, which has the best mean {name}, {figures}."
+        )
+    if beyond:
+        unknown = [labels[row.operator] for row in ordered[1:] if row.operator not in {each.other for each in beyond}]
+        verb = "has" if len(unknown) == 1 else "have"
+        others = (
+            f" {formats.enumerate_names(unknown)} {verb} too few seeds to be told apart from it." if unknown else ""
+        )
+        return (
+            f"{leader} is ahead in {name}: {figures}. The difference, {formats.difference(beyond[0].behind)}, "
+            f"is larger than the spread over seeds.{others}"
+        )
+    if best.mean == scores[second].mean:
+        return f"{leader} and {labels[second]} have the same {name}, {formats.number(best.mean)}, with one seed."
+    return f"{leader} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
+
+
+def _differences(
+    data: ComparisonData, ordered: Sequence[Row], labels: Mapping[str, str], verdicts: Sequence[Verdict]
+) -> list[str]:
+    """How far the others are behind the first; of those that stopped at the same accuracy, nothing."""
+    name, leader = METRIC_NAMES[data.metric], labels[ordered[0].operator]
+    stopped = _stopped(data, ordered)
+    told = [verdict for verdict in verdicts if not {ordered[0].operator, verdict.other} <= set(stopped)]
+    if any(verdict.within is not None or verdict.behind < 0 for verdict in told):
+        return [_verdict_words(leader, labels[verdict.other], name, verdict) for verdict in told]
+    amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in told]
+    return [
+        f"Behind {leader} in {name}: {', '.join(amounts)}. "
+        "The spread over seeds is unknown with one seed; run more to know it."
+    ] * bool(told)
 
 
 def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:
@@ -362,11 +416,18 @@ def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
     )
 
 
+def _planned(data: ComparisonData, operator: str) -> int:
+    """The runs of an operator. One that failed at every rate has none with the seeds that take the chosen rate."""
+    screening = len(data.screening) * len(data.learning_rates)
+    tried = [run for run in data.runs if run.operator == operator and run.seed in data.screening]
+    if len(tried) == screening and all(run.status == "failed" for run in tried):
+        return screening
+    return screening + len(data.seeds) - len(data.screening)
+
+
 def _state(data: ComparisonData) -> list[str]:
     """What is missing, if anything is."""
-    tried = len(data.screening)
-    each = tried * len(data.learning_rates) + len(data.seeds) - tried
-    total = max(len(data.runs), len(data.operators) * each)
+    total = max(len(data.runs), sum(_planned(data, operator) for operator in data.operators))
     done = sum(run.done for run in data.runs)
     if done == total:
         return []

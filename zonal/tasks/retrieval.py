@@ -387,7 +387,8 @@ KINDS: dict[str, Kind] = {
             lambda n: n + 2,
             partial(_offset, offset=offset),
             lambda n: (n - n // 2, n // 2),
-            lambda n: 1 / n,
+            # the first words are never an answer
+            lambda n, offset=offset: 1 / (n - offset),
         )
         for offset in OFFSETS
     },
@@ -399,8 +400,10 @@ def check(kind: str, pairs: int, length: int, words: Words) -> None:
     found = KINDS[kind]
     if pairs < 1:
         raise ArgumentError(f"Retrieval: at least 1 pair is required, got {pairs}.")
-    if kind.startswith("offset-") and pairs <= int(kind.removeprefix("offset-")):
-        raise ArgumentError(f"Retrieval: {kind} requires more words than its offset, got pairs={pairs}.")
+    if kind.startswith("offset-") and pairs < (least := int(kind.removeprefix("offset-")) + 2):
+        raise ArgumentError(
+            f"Retrieval: {kind} requires at least {least} words, of which two can be asked, got {pairs}."
+        )
     keys, values = found.needs(pairs)
     for name, needed, there in (("keys", keys, len(words.keys)), ("values", values, len(words.values))):
         if needed > there:

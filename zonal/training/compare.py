@@ -19,7 +19,7 @@ import torch
 
 from zonal import device_memory, workers
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
-from zonal.evaluation.selection import best_learning_rate
+from zonal.evaluation.selection import Final, best_learning_rate
 from zonal.models import language_model
 from zonal.report import archive
 from zonal.store import understood, write_checked
@@ -93,7 +93,7 @@ class Comparison:
         """The best rate of each operator whose runs that try the rates have all ended, if one was done."""
         tried = [record for record in records if record.seed in self.spec.screening]
         waiting = {record.operator for record in tried if record.status not in ("done", "failed")}
-        best = self.best_learning_rates(tuple(tried))
+        best = self.best_learning_rates(tuple(records))
         return {operator: rate for operator, rate in best.items() if rate is not None and operator not in waiting}
 
     def _screened(self, screening: list[RunResult]) -> list[PlannedRun]:
@@ -320,23 +320,19 @@ class Comparison:
         """Operator → learning rate with the best mean final headline metric over the seeds that try all rates
         (``zonal.evaluation.selection``).
         """
-        metric = self.spec.task.metric
-        return {
-            operator: best_learning_rate(
-                {
-                    rate: [
-                        record.final[metric] if record.status == "done" and record.final else None
-                        for record in records
-                        if record.operator == operator
-                        and record.learning_rate == rate
-                        and record.seed in self.spec.screening
-                    ]
-                    for rate in self.spec.learning_rates
-                },
+        metric, found = self.spec.task.metric, {}
+        for operator in self.spec.operators:
+            ended: dict[float, dict[int, Final]] = {rate: {} for rate in self.spec.learning_rates}
+            for record in records:
+                if record.operator == operator and record.status == "done" and record.final:
+                    ended[record.learning_rate][record.seed] = Final(record.final[metric], record.steps_done)
+            found[operator] = best_learning_rate(
+                {rate: [by_seed.get(seed) for seed in self.spec.screening] for rate, by_seed in ended.items()},
                 higher_is_better=metric == "accuracy",
+                stop=self.spec.training.stop_at_accuracy,
+                seeds={rate: len(by_seed) for rate, by_seed in ended.items()},
             )
-            for operator in self.spec.operators
-        }
+        return found
 
 
 def _executed(directory: str, run: PlannedRun) -> None:

@@ -117,6 +117,14 @@ class TrainConfig(TrainSettings):
         self._require("stop_at_accuracy", stop is None or 0 < stop <= 1, "an accuracy in (0, 1], or None")
         self._require("seed", 0 <= self.seed < 2**63, "a whole number from 0 on, below 2**63")
 
+    def check_stop(self, call: str, metric: str) -> None:
+        """Raises: ArgumentError where runs should stop at an accuracy on a task that is judged by ``metric``."""
+        if self.stop_at_accuracy is not None and metric != "accuracy":
+            raise ArgumentError(
+                f"{call}: stop_at_accuracy is for tasks whose headline number is accuracy, and that of this one is "
+                f"{metric}. Leave it out."
+            )
+
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise ArgumentError(f"TrainConfig: {name} must be {what}, got {getattr(self, name)!r}.")

@@ -81,12 +81,13 @@ def train(
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run. FolderInUseError, a kind of it: another process uses the
-            folder.
+        ArgumentError: resume=False and the folder holds a run, or ``stop_at_accuracy`` for a task without accuracy.
+            FolderInUseError, a kind of it: another process uses the folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
         InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
             written.
     """
+    config.check_stop("train", task.metric)
     folder = Path(directory)
     check_threads("train", threads)
     processes = processes or OneProcess()
@@ -383,7 +384,7 @@ class _Run:
 
     def _good_enough(self, metrics: dict[str, Any]) -> bool:
         stop = self.config.stop_at_accuracy
-        return self.task.metric == "accuracy" and stop is not None and metrics["accuracy"] >= stop
+        return stop is not None and metrics["accuracy"] >= stop
 
     def _judge(self, metrics: dict[str, Any]) -> None:
         """Keep final and best, note thresholds, and end the run where it is good enough."""

@@ -5,6 +5,7 @@ Weight decay pulls towards zero what a matrix multiplication uses: weights of at
 * vectors and scalars (norm gains, biases): zero is not a neutral value for a gain;
 * parameters of an attention operator (degrees, ridge, gates), whatever their shape: they are coordinates of a kernel,
   one row a head, and zero is no simpler kernel;
+* numbers of a layer's own, such as Mamba-3's biases of keys and MesaNet's ridge, for the same reasons;
 * embedding tables, tied to the head or not: rows of rare tokens get no gradient and would only shrink, and with
   pre-norm blocks small embeddings blow up the gradients of the first layers;
 * gates of a dense skip, a row a record: the last record's are neutral at 1.
@@ -16,6 +17,7 @@ from torch.optim import AdamW
 
 from zonal.algebra import Operator
 from zonal.nn import DenseSkip
+from zonal.nn.mixer import TokenMixer
 
 
 def decay_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -24,6 +26,8 @@ def decay_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, n
     for module in model.modules():
         if isinstance(module, Operator | nn.Embedding | DenseSkip):
             exempt.update(id(parameter) for parameter in module.parameters())
+        elif isinstance(module, TokenMixer):
+            exempt.update(id(parameter) for parameter in module.parameters(recurse=False))
     decaying: dict[str, nn.Parameter] = {}
     constant: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():

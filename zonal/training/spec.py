@@ -91,6 +91,7 @@ class ComparisonSpec:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         for operator in self.operators:
             self.model_for(operator)  # refuses what is no model
+        self.training.check_stop("ComparisonSpec", self.task.metric)
         if self.training.curriculum is not None:
             curriculum.check(
                 [layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec"

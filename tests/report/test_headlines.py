@@ -1,0 +1,100 @@
+"""Headlines say no more than the records carry: seeds that are missing, runs that stopped, rates that were not run."""
+
+import json
+
+import pytest
+from report.comparison_folder import SLUGS, write_comparison
+
+from zonal import report
+
+
+def summary_of(folder, values, *, missing=(), rates=(0.001,), changes=None):
+    """A comparison with the accuracies of each operator's seeds, of which ``missing`` failed."""
+    finals = {(spec, seed): value for spec, each in values.items() for seed, value in enumerate(each)}
+    seeds = tuple(range(max(len(each) for each in values.values())))
+    write_comparison(
+        folder, operators=tuple(values), finals=finals, rates=rates, steps=30, seeds=seeds,
+        failed=dict.fromkeys(missing, "the loss became nan"), changes=changes,
+    )  # fmt: skip
+    return report.summarise(report.load(folder))
+
+
+def steps_of(folder, spec, steps):
+    for path in folder.glob(f"runs/{SLUGS[spec]}/*/run.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"steps_done": steps}))
+
+
+@pytest.mark.parametrize(
+    ("sko", "words"),
+    [
+        ((0.90, 0.911, 0.0), "With fewer seeds: SKO 0.905 (2 seeds)."),
+        ((0.90, 0.99, 0.0), "With fewer seeds: SKO 0.945 (2 seeds)."),
+        ((0.95, 0.0, 0.0), "With fewer seeds: SKO 0.950 (1 seed)."),
+    ],
+)
+def test_who_is_better_with_fewer_seeds_is_in_the_headline(tmp_path, sko, words):
+    missing = [("sko", seed) for seed, value in enumerate(sko) if not value]
+    summary = summary_of(tmp_path, {"softmax": (0.80, 0.81, 0.82), "sko": sko}, missing=missing)
+    assert summary.headline == (
+        f"No clear winner: Softmax has the best mean accuracy of the operators with 3 seeds, 0.810. {words}"
+    )
+    assert "ahead of Softmax in accuracy" in summary.sentences[0]
+
+
+def test_one_who_lacks_seeds_is_not_beyond_the_spread(tmp_path):
+    values = {"softmax": (0.90, 0.901, 0.902), "sko": (0.80, 0.81, 0.82), "linear": (0.70, 0.0, 0.0)}
+    summary = summary_of(tmp_path, values, missing=[("linear", 1), ("linear", 2)])
+    assert summary.headline == (
+        "Softmax is ahead in accuracy: 0.901 against 0.810 for SKO. The difference, 0.091, is larger than the spread "
+        "over seeds. Linear has too few seeds to be told apart from it."
+    )
+
+
+def test_runs_that_stopped_alike_are_told_apart_by_steps(tmp_path):
+    values = {"softmax": (0.9951, 0.9953, 0.9952), "sko": (0.9990, 0.9992, 0.9991), "linear": (0.99, 0.99, 0.99)}
+    summary_of(tmp_path, values, changes={"training": {"stop_at_accuracy": 0.995}})
+    for spec, steps in (("softmax", 10), ("sko", 20)):
+        steps_of(tmp_path, spec, steps)
+    summary = report.summarise(report.load(tmp_path))
+    assert summary.ranking == ("softmax", "sko", "linear")
+    assert summary.headline == (
+        "No clear winner: Softmax and SKO both reach accuracy 0.995, at which a run stops. How many steps they took "
+        "tells them apart."
+    )
+    assert "Linear is 0.005" in summary.sentences[0]
+    assert not any("SKO is" in sentence for sentence in summary.sentences)
+
+
+def test_beyond_the_stop_the_sooner_rate_is_shown(tmp_path):
+    summary = summary_of(
+        tmp_path, {"softmax": (0.999,)}, rates=(0.001, 0.003), changes={"training": {"stop_at_accuracy": 0.9}}
+    )
+    (row,) = summary.rows
+    assert row.learning_rate == 0.001
+    (path,) = tmp_path.glob("runs/softmax/*-0.003/run.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"steps_done": 10}))
+    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+
+
+def test_a_run_that_is_missing_counts_against_its_rate(tmp_path):
+    """Whether it is there without an end, or was left out when the folder was packed."""
+    summary_of(tmp_path, {"softmax": (0.9, 0.9)}, rates=(0.001, 0.003))
+    (path,) = tmp_path.glob("runs/softmax/seed-1-lr-0.001/run.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped", "final": None}))
+    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+    path.unlink()
+    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+
+
+def test_who_failed_at_every_rate_has_no_more_runs(tmp_path):
+    summary_of(
+        tmp_path,
+        {"softmax": (0.9, 0.9), "sko": (0.9, 0.9)},
+        rates=(0.001, 0.003),
+        missing=[("sko", 0)],
+        changes={"screening_seeds": 1},
+    )
+    for path in (*tmp_path.glob("runs/sko/seed-1-*/run.json"), *tmp_path.glob("runs/softmax/seed-1-lr-0.003/run.json")):
+        path.unlink()
+        (path.parent / "metrics.jsonl").unlink()
+    assert report.summarise(report.load(tmp_path)).sentences[-1].startswith("2 of 5 runs failed")
