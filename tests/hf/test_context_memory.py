@@ -148,6 +148,49 @@ def test_an_answer_by_beams_is_that_of_one_text(kind: str) -> None:
     assert context.ask("w5 w6", **options) == tokenizer().decode(whole[0, 6:], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("options", [
+    {"num_beams": 3}, {"generation_config": transformers.GenerationConfig(num_beams=3, max_new_tokens=4)},
+    {"num_return_sequences": 2, "num_beams": 2}, {"eos_token_id": [3, 9]}, {"pad_token_id": 3},
+    {"logits_processor": transformers.LogitsProcessorList([transformers.SuppressTokensLogitsProcessor([5, 6, 7])])},
+], ids=lambda options: "-".join(options))  # fmt: skip
+@torch.no_grad()
+def test_options_of_generate_do_what_they_do_for_one_text(options: dict[str, Any]) -> None:
+    made = model("ours")
+    context = hf.ContextMemory(made, tokenizer())
+    context.read("a", "w1 w2 w3 w4")
+    text = tokenizer()("w1 w2 w3 w4 w5 w6 w5 w6", return_tensors="pt")["input_ids"]
+    options = {"do_sample": False, **options}
+    if "generation_config" not in options:
+        options["max_new_tokens"] = 4
+    settings = {"pad_token_id": 0, "eos_token_id": 0, **options}
+    whole = made.generate(text, attention_mask=torch.ones_like(text), **settings)
+    assert context.ask("w5 w6 w5 w6", **options) == tokenizer().decode(whole[0, 8:], skip_special_tokens=True)
+
+
+def test_a_penalty_knows_the_tokens_of_the_question_alone() -> None:
+    context, seen = hf.ContextMemory(model("ours"), tokenizer()), []
+    context.read("a", "w1 w2 w3 w4")
+    context.ask("w5 w6", max_new_tokens=1, logits_processor=[lambda tokens, scores: seen.append(tokens) or scores])
+    assert seen[0].tolist() == [[6] * 4 + [6, 7]]
+
+
+def test_beams_and_ends_of_the_models_config_are_kept() -> None:
+    made = model("ours")
+    context = hf.ContextMemory(made, tokenizer())
+    context.read("a", "w1 w2 w3 w4")
+    plain = context.ask("w5 w6", max_new_tokens=4, do_sample=False)
+    assert plain is not None
+    first = context.tokenizer.convert_tokens_to_ids(plain.split()[0])
+    made.generation_config.eos_token_id = [0, first]
+    assert context.ask("w5 w6", max_new_tokens=4, do_sample=False) == plain.split()[0]
+    made.generation_config.num_beams = 3
+    made.generation_config.eos_token_id = None
+    beams = context.ask("w5 w6", max_new_tokens=4, do_sample=False)
+    made.generation_config.num_beams = 1
+    assert beams == context.ask("w5 w6", max_new_tokens=4, do_sample=False, num_beams=3)
+    assert context.ask("w5 w6", max_new_tokens=4, do_sample=True, num_return_sequences=2) is not None
+
+
 def test_a_stopped_save_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a new save are not read under the names of an older one."""
     context = hf.ContextMemory(model("ours"), tokenizer())

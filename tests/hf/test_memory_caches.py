@@ -142,9 +142,23 @@ def test_layers_by_index_by_mapping_and_by_function() -> None:
     for layers in ([0], {0: "retention"}, lambda index: "retention" if index == 0 else None):
         model = llama("retention", layers=layers)
         assert [own.name for own in hf.operators(model)] == ["retention", "softmax"]
-    for layers in ([2], [-1], {}, [], {"0": "sko"}):
+    for layers in ([2], [-1], {}, [], {"0": "sko"}, 0, lambda index: None):
         with pytest.raises(ArgumentError, match="layers must name some of the layers 0 to 1"):
             llama(layers=layers)
+    for given in ({"layers": {0: None}}, {"operator": None}, {"operator": lambda scale: "sko"}):
+        with pytest.raises(ArgumentError, match=r"an operator, a spec such as 'sko', or a function .* LlamaAttention"):
+            llama(**given)
+
+
+@torch.no_grad()
+def test_a_layer_that_reads_twice_is_refused() -> None:
+    torch.manual_seed(0)
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(vocab_size=29, **SIZES)).eval()
+    wanted = model(drawn(1, 7)).logits
+    hf.convert(model, "softmax", cache="memory")
+    assert close(model(drawn(1, 7), use_cache=False).logits, wanted)
+    with pytest.raises(ArgumentError, match=r"layer 0 reads its tokens a second time .* cache='keys'"):
+        model(drawn(1, 7), **{hf.CACHE: hf.MemoryCache()})
 
 
 @torch.no_grad()

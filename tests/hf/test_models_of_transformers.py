@@ -53,6 +53,16 @@ def test_logits_are_those_of_the_native_model_and_back(tied: bool) -> None:
     assert made.num_parameters() == own.num_parameters()
 
 
+def test_operators_stay_in_float32_from_and_to_the_native_model(tmp_path: Path) -> None:
+    model(("ska(power=1)", "performer")).save_pretrained(tmp_path)
+    half = hf.ZonalForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    own = half.native()
+    for each in (own, hf.ZonalForCausalLM.of(own)):
+        kinds = {(".operator." in name, value.dtype) for name, value in each.state_dict().items()}
+        assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+        assert each(tokens(1, 5))[0].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("layers", PAIRS)
 def test_a_saved_model_is_read_by_the_auto_classes(layers: tuple[str, ...], tmp_path: Path) -> None:
     made = model(layers)
@@ -268,6 +278,26 @@ def test_checkpointed_gradients_are_the_same(residual: str) -> None:
             made(tokens(2, 9))
 
 
+@pytest.mark.parametrize("layers", [("softmax",), ("ska(power=1)",), ("mixture(parts=('sko', 'softmax'))",)])
+def test_checkpointed_gradients_through_a_cache_are_those_of_one_text(layers: tuple[str, ...]) -> None:
+    made, text = model(layers).train(), tokens(2, 12)
+    gradients = []
+    for checkpointed in (False, True):
+        made.zero_grad()
+        if checkpointed:
+            made.activation_checkpointing_enable({"use_reentrant": False})
+            cache = hf.ZonalCache()
+            found = torch.cat([made(part, **{hf.CACHE: cache}).logits for part in text.split(4, 1)], 1)
+        else:
+            found = made(text, use_cache=False).logits
+        (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+        gradients.append([weight.grad.clone() for weight in made.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    made.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ArgumentError, match=r"reads a cache.*use_reentrant=False"):
+        made(text, **{hf.CACHE: cache})
+
+
 def test_the_trainer_trains_saves_and_goes_on(tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens(24, 12)]
 
@@ -435,6 +465,19 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
         made.generate(text, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ArgumentError, match="a config with causal=True is required"):
         hf.ZonalForCausalLM(hf.ZonalConfig(causal=False))
+    encoder = hf.ZonalModel(hf.ZonalConfig(vocab_size=97, dim=32, layers="sko", heads=2, causal=False))
+    with pytest.raises(ArgumentError, match=r"an encoder \(causal=False\) .* keeps no cache"):
+        encoder(text, **{hf.CACHE: hf.ZonalCache()})
+    with pytest.raises(ArgumentError, match="continuous batching"):
+        made.generate_batch(inputs=[[1, 2], [3]])
+    for given, words in (
+        ({"hidden_size": 32}, "hidden_size is read from the shape, and the argument is called dim"),
+        ({"num_key_value_heads": 2}, "Pass kv_heads instead"),
+    ):
+        with pytest.raises(ArgumentError, match=f"ZonalConfig: .*{words}"):
+            hf.ZonalConfig(**given)
+    with pytest.raises(ArgumentError, match=r"ZonalVisionConfig: image_size is read .* called image"):
+        hf.ZonalVisionConfig(image_size=8)
     with pytest.raises(ArgumentError, match="silent_tokens"):
         hf.ZonalConfig(silent_tokens=[3])
     with pytest.raises(ArgumentError, match="heads"):
@@ -477,3 +520,17 @@ def test_an_adapter_trains_projections_and_operators(tmp_path: Any) -> None:
     again = peft.PeftModel.from_pretrained(made(), tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_one_map_for_queries_and_keys_is_saved_and_adapted_once(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    made = hf.ZonalForCausalLM(hf.ZonalConfig(vocab_size=97, dim=32, layers="rewa_categorical", heads=4)).eval()
+    made.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = peft.LoraConfig(target_modules=["query"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(made, config).eval()
+    with torch.no_grad():
+        logits = adapted(input_ids=tokens(2, 9)).logits
+        assert not torch.allclose(logits, again(tokens(2, 9)).logits, atol=1e-3)
+        torch.testing.assert_close(adapted.merge_and_unload()(tokens(2, 9)).logits, logits, rtol=1e-4, atol=1e-5)

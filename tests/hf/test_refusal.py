@@ -121,6 +121,30 @@ def test_a_context_memory_says_not_in_memory(recalling: Any) -> None:
     assert [context.ask(str(word), **options) for word in unknown[20:30]].count(None) >= 9
 
 
+def test_a_mixture_beside_a_layer_with_evidence_and_a_missing_end() -> None:
+    torch.manual_seed(0)
+    mixed = "mixture(parts=('ska(power=1)', 'softmax'))"
+
+    def context_of(layers: str) -> hf.ContextMemory:
+        shape = hf.ZonalConfig(vocab_size=2 * WORDS, dim=32, layers=layers, heads=2)
+        context = hf.ContextMemory(hf.ZonalForCausalLM(shape).eval(), Tokeniser())
+        context.read("pairs", "1 70 2 71 3 72 4 73")
+        return context
+
+    def rule_of(context: hf.ContextMemory) -> hf.Refusal:
+        return context.calibrate(map(str, range(1, 5)), map(str, range(10, 20)), rate=0.4)
+
+    context = context_of(f"{mixed}, ska(power=1)")
+    rule = rule_of(context)
+    assert rule.layer == 1
+    context.tokenizer.eos_token_id = None
+    with pytest.raises(ArgumentError, match=r"neither the model nor the tokenizer has one. Pass eos_token_id"):
+        context.ask("1", refuse=rule)
+    context.ask("1", refuse=rule, eos_token_id=5, max_new_tokens=1)
+    with pytest.raises(ArgumentError, match="a mixture has one in each part"):
+        rule_of(context_of(mixed))
+
+
 def test_a_layer_and_a_model_report(recalling: Any) -> None:
     model, (pairs, word, stranger) = recalling.native(), texts(3, 11)
     _, memory = model.prefill(pairs)

@@ -10,12 +10,14 @@ import transformers
 from small_llama import SIZES
 from torch import Tensor
 
-from zonal import hf
+from zonal import hf, prior
 from zonal.errors import ArgumentError
 
 WINDOW = 5
 # which layers have a window
 KINDS = {"Mistral": (True, True), "Gemma2": (True, False), "Gemma3": (True, False)}
+# whose attention knows its window only from the config
+BY_CONFIG = {"Exaone4": {}, "Qwen2Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}}
 
 
 def model(kind: str) -> Any:
@@ -25,6 +27,11 @@ def model(kind: str) -> Any:
         config: Any = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
         return transformers.MistralForCausalLM(config).eval()
     types = ["sliding_attention", "full_attention"]
+    if kind in BY_CONFIG:
+        config = getattr(transformers, f"{kind}Config")(
+            **sizes, **BY_CONFIG[kind], sliding_window=WINDOW, use_sliding_window=True, layer_types=types
+        )
+        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     if kind == "Gemma2":
         config = transformers.Gemma2Config(
             **sizes, sliding_window=WINDOW, layer_types=types, attn_logit_softcapping=None
@@ -43,7 +50,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("cache", ["keys", "memory"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BY_CONFIG])
 @torch.no_grad()
 def test_windows_are_kept(kind: str, cache: Any) -> None:
     made, tokens = model(kind), drawn(2, 31)
@@ -89,6 +96,38 @@ def test_local_global_takes_the_layers_without_a_window() -> None:
     last = made(tokens[:, 30:], **{hf.CACHE: cache}).logits
     assert cache.memory().nbytes == size  # every layer is bounded now
     assert close(torch.cat([first, last], 1), made(tokens).logits)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@torch.no_grad()
+def test_the_window_of_an_encoder_reaches_to_both_sides(by_name: bool) -> None:
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        **SIZES | {"vocab_size": 29, "pad_token_id": 0}, local_attention=6, global_attn_every_n_layers=2,
+        initializer_cutoff_factor=3.0,
+    )  # fmt: skip
+    made, tokens = transformers.ModernBertModel(config).eval(), drawn(2, 21)
+    real = torch.arange(21) < torch.tensor([[21], [15]])
+    wanted = made(tokens, attention_mask=real.long()).last_hidden_state[real]
+    if by_name:
+        hf.register()
+        made.set_attn_implementation("zonal:softmax")
+    else:
+        assert [own.prior for own in hf.convert(made, "softmax")] == [(), (prior.Window(3, 3),)]
+    assert close(made(tokens, attention_mask=real.long()).last_hidden_state[real], wanted)
+
+
+@torch.no_grad()
+def test_a_model_that_takes_a_view_of_its_attention_is_converted() -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": 29, "kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    made, tokens = transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**sizes)).eval(), drawn(2, 9)
+    wanted = made(tokens).logits
+    hf.convert(made, "softmax")
+    assert close(made(tokens).logits, wanted)
+    hf.register()
+    made.set_attn_implementation("zonal:softmax")
+    assert close(made(tokens).logits, wanted)
 
 
 def test_attention_in_chunks_is_refused() -> None:

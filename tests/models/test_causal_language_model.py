@@ -300,6 +300,15 @@ def test_generation_reads_the_prompt_once_then_single_tokens(monkeypatch):
     assert lengths == [9, 1, 1, 1]
 
 
+def test_padding_of_whole_chunks_leaves_a_row_as_it_is_alone():
+    """Chunks count padding, which ``prefill`` and docs/mechanisms/ska.md say."""
+    model, tokens = make("ska(chunk=4)", conv=0), text(1, 15)
+    for padding, alike in ((8, True), (3, False)):
+        real = torch.arange(15)[None] >= padding
+        found = model.prefill(tokens, key_padding_mask=real)[0] - model.prefill(tokens[:, padding:])[0]
+        assert (found.abs().max() < 1e-9) == alike
+
+
 def test_left_padded_prompts_continue_as_if_alone():
     model = make()
     a, b = text(1, 4, seed=3), text(1, 9, seed=4)

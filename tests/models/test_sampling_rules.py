@@ -81,3 +81,13 @@ def test_no_stop_never_stops_and_an_empty_one_is_refused():
     assert StopRule((), 2).update([1, 2]) == [False, False]
     with pytest.raises(ArgumentError, match="empty sequence"):
         StopRule([()], 1)
+
+
+@pytest.mark.parametrize("stop", [5, "5", ["5"], [3, "end"], [(1, 2.5)]])
+def test_a_stop_that_is_no_list_of_tokens_is_refused(stop):
+    with pytest.raises(ArgumentError, match="stop must be a list of token ids, or of sequences of token ids"):
+        StopRule(stop, 1)
+
+
+def test_a_stop_may_be_made_of_arrays():
+    assert StopRule(torch.tensor([[1, 2], [3, 4]]), 1).sequences == [(1, 2), (3, 4)]

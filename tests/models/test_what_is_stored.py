@@ -40,8 +40,9 @@ def test_silent_tokens_are_an_action_mask():
     mixture = "mixture(parts=('ska(power=1)', 'softmax'))"
     assert torch.equal(model(mixture, silent_tokens=(0,))(tokens), model(mixture)(tokens, action_mask=tokens != 0))
     assert not torch.allclose(model(mixture, silent_tokens=(0,))(tokens), model(mixture)(tokens))
-    # a layer of softmax has no such choice
-    assert torch.equal(model("softmax", silent_tokens=(0,))(tokens), model("softmax")(tokens))
+    # layers of softmax, and of ridge read-outs with another kernel, have no such choice
+    for spec in ("softmax", "kernel_ridge"):
+        assert torch.equal(model(spec, silent_tokens=(0,))(tokens), model(spec)(tokens))
     steps, memory = [], silent.empty_memory(2)
     for token in tokens.split(1, 1):
         logits, memory = silent.step(token, memory)
@@ -77,6 +78,7 @@ def test_gated_layers():
     assert [part.key_gate is not None for part in mixed.parts] == [True, False]
     for spec, words in (
         ("gated(operator='softmax')", "ridge and Koopman"),
+        ("gated(operator='kernel_ridge')", r"of the plain product, and 'kernel_ridge' .* Use ska or ridge, or"),
         ("gated(operator='mamba2')", "gated: an operator"),
         ("gated(operator=5)", "must be text"),
     ):

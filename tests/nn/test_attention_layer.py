@@ -319,6 +319,16 @@ def test_actions_and_gates_are_weights_of_keys(spec):
     assert (layer(x) - layer.output.bias).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("spec", ["kernel_ridge", "kernel_ridge(power=1)"])
+def test_keys_of_another_kernel_are_not_weighed(spec):
+    with pytest.raises(ArgumentError, match="key_gate is for ridge and Koopman read-outs of the plain product"):
+        Attention(16, 4, spec, key_gate=True)
+    layer = Attention(16, 4, spec)
+    assert not layer.chooses
+    with pytest.raises(ArgumentError, match="without storing it"):
+        layer(torch.randn(1, 3, 16), action_mask=torch.ones(1, 3, dtype=torch.bool))
+
+
 def test_the_layer_keeps_its_own_copy_of_the_operator():
     operator = mechanisms.sko()
     a, b = Attention(16, 4, operator), Attention(16, 4, operator)

@@ -51,6 +51,25 @@ def test_an_ungated_koopman_mlp_is_a_plain_layer() -> None:
     )
 
 
+class Adapted(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_adapter_or_hook_on_the_output_matrix_is_heard(rows: int) -> None:
+    torch.manual_seed(0)
+    layer, x = znn.KoopmanMLP(16, 32), torch.randn(rows, 16)
+    y = layer(x)
+    hook = layer.read.register_forward_hook(lambda module, inputs, found: 3 * found)
+    torch.testing.assert_close(layer(x), 3 * y)
+    hook.remove()
+    adapted = Adapted(32, 16, bias=False)
+    adapted.weight = layer.read.weight
+    layer.read = adapted
+    torch.testing.assert_close(layer(x), 2 * y)
+
+
 def test_lift_knows_no_rotary_positions() -> None:
     """|k_j|^2 is the same at every position; k_j^2 turns with twice the angle."""
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ def make(kind="mamba2", *, dim=12, seed=0, **options):
     torch.manual_seed(seed)
     sizes = {"state": 6, "head_dim": 4, "groups": 2} | options
     if kind == "mamba2":
-        layer = Mamba2(dim, bias=True, **sizes)
+        layer = Mamba2(dim, **{"bias": True} | sizes)
     else:
         layer = Mamba3(dim, turned=0.7, conv=3 if kind.endswith("conv") else 0, **sizes)
     with torch.no_grad():
@@ -35,6 +35,18 @@ def make(kind="mamba2", *, dim=12, seed=0, **options):
 
 def tokens(batch=2, length=13, dim=12, seed=1):
     return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_an_adapter_on_the_input_is_heard():
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    layer = make("mamba2", bias=False)
+    adapted = Adapted(12, layer.input.out_features, bias=False)
+    adapted.weight = layer.input.weight
+    y, layer.input = layer(2 * tokens()), adapted
+    torch.testing.assert_close(layer(tokens()), y, **TOLERANCE)
 
 
 # --- definition -----------------------------------------------------------------------------------------------------

@@ -108,6 +108,13 @@ def test_shared_witness() -> None:
         Attention(48, 4, m.rewa(shared_witness=True), kv_heads=2)
 
 
+def test_one_map_has_one_name() -> None:
+    layer = Attention(48, 4, m.rewa(shared_witness=True), qk_norm=True, bias=True)
+    assert not any(name.startswith("key") for name in layer.state_dict())
+    layer.query = nn.Identity()  # type: ignore[assignment]
+    assert layer.key is layer.query
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

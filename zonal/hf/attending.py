@@ -82,7 +82,7 @@ def attend(
         y = cache.read(layer, operator, query, key, value, mask.real)
     else:
         y = _attention(query, key, value, operator, bool(module.is_causal), mask, dropout=dropout)
-    return read_out(module, operator, y.transpose(1, 2)), None
+    return read_out(module, operator, y.transpose(1, 2)).contiguous(), None  # some models take a view of it
 
 
 def register() -> tuple[str, ...]:
@@ -130,8 +130,10 @@ def _attend_by_name(
             f"{name}: the operator needs {lacking}. Load the model with its own attention, and call "
             f"zonal.hf.convert(model, {name.removeprefix(f'{NAME}:')!r}) where this can be provided."
         )
-    operator, scale = windowed(operator, sliding_window), scaling if open_scale(operator) else None
-    return _attention(query, key, value, operator, causal, mask, scale, dropout).transpose(1, 2), None
+    scale = scaling if open_scale(operator) else None
+    operator = windowed(operator, sliding_window, causal=causal)
+    y = _attention(query, key, value, operator, causal, mask, scale, dropout)
+    return y.transpose(1, 2).contiguous(), None
 
 
 def _kept(operator: Operator) -> str | None:

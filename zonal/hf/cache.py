@@ -320,7 +320,12 @@ class MemoryCache(OperatorCache):
         """What the queries of new tokens read in a layer, as ``zonal.attention`` after its memory; the tokens are
         absorbed. real: which of them are no padding, bool (B, T); None = all.
         """
-        self._unread.discard(layer)
+        if layer not in self._unread:
+            raise ArgumentError(
+                f"MemoryCache: layer {layer} reads its tokens a second time in one call, as layers with two attentions "
+                "do (DiffLlama), and memories take tokens once. Convert the model with cache='keys'."
+            )
+        self._unread.remove(layer)
         if layer == len(self._pasts):
             empty = Memory.empty(operator, k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
             self._pasts.append(LayerMemory(empty))

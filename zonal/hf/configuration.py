@@ -22,11 +22,24 @@ class ShapedConfig(PreTrainedConfig):
     """A config that holds the shape of a model of this library as plain values, in ``model``."""
 
     model: dict[str, Any] | None = None
+    names: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads"
+    }  # fmt: skip
+    """Names of transformers, which are read from the shape, and the names of the fields there."""
 
     @property
     def shape(self) -> ModelConfig | VisionConfig:
         """The shape as a value."""
         raise NotImplementedError
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        """Raise ArgumentError for an argument that is only to be read."""
+        wrong = next((name for name in self.names if name in given), None)
+        if wrong is not None:
+            raise ArgumentError(
+                f"{type(self).__name__}: {wrong} is read from the shape, and the argument is called "
+                f"{self.names[wrong]}. Pass {self.names[wrong]} instead."
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -51,12 +64,13 @@ class ZonalConfig(ShapedConfig):
         use_cache: ``generate`` and ``forward`` keep a memory of the tokens.
 
     ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim`` and
-    ``tie_word_embeddings`` are names of transformers for parts of ``model``.
+    ``tie_word_embeddings`` are names of transformers for parts of ``model``. The first four are read and not given.
 
     Raises: ArgumentError for a shape that ``ModelConfig`` refuses, and for ``silent_tokens``.
     """
 
     model_type = "zonal"
+    names: ClassVar = {**ShapedConfig.names, "num_key_value_heads": "kv_heads"}
     keys_to_ignore_at_inference: ClassVar = [CACHE]  # Trainer adds to this list
 
     causal: bool = True
@@ -70,6 +84,7 @@ class ZonalConfig(ShapedConfig):
         def __init__(self, **others: Any) -> None: ...
 
     def __post_init__(self, **others: Any) -> None:
+        self._check_names(others)
         given = {name: others.pop(name) for name in _SHAPE if name in others}
         shape = dataclasses.replace(ModelConfig.from_dict(self.model or _SMALL), **given)
         if shape.silent_tokens:
@@ -127,12 +142,14 @@ class ZonalVisionConfig(ShapedConfig):
     """
 
     model_type = "zonal_vision"
+    names: ClassVar = {**ShapedConfig.names, "image_size": "image", "num_channels": "channels"}
 
     if TYPE_CHECKING:  # the fields of the shape, too, are arguments
 
         def __init__(self, **others: Any) -> None: ...
 
     def __post_init__(self, **others: Any) -> None:
+        self._check_names(others)
         given = {name: others.pop(name) for name in _IMAGE_SHAPE if name in others}
         saved = {} if self.model is None else {"classes": _LABELS, **self.model}
         shape = dataclasses.replace(VisionConfig.from_dict(saved), **given)

@@ -1,7 +1,7 @@
 """Documents in memory: a causal model reads each once, and answers from the memories of some of them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,23 +117,38 @@ class ContextMemory:
             question: text to continue, with what ends a document for the model, such as "\\n\\nQ: …\\nA:".
             names: the documents, in this order; None = all.
             refuse: a rule from ``calibrate``: questions that the documents have no evidence for get no answer.
-            options: of ``generate``, such as max_new_tokens and do_sample.
+            options: of ``generate``, such as max_new_tokens and do_sample. Of several sequences, the first is the
+                answer. Without eos_token_id, answers end as the model's generation config says, or else with the
+                tokenizer's token.
 
-        Raises: ArgumentError as ``memory``, and for an empty question.
+        Raises: ArgumentError as ``memory``, for an empty question, and for a rule where no token ends an answer.
         """
         cache = new_cache(self.model, self.memory(names))
         tokens = self._encoded(question)
         if not tokens.shape[1]:
             raise ArgumentError("ContextMemory.ask: the question has no tokens. Give a text with at least one.")
         read = cache.get_seq_length()
-        cache.batch_repeat_interleave(options.get("num_beams") or 1)
-        # generate counts the tokens that the cache holds; which they are does not matter
-        tokens = torch.cat([tokens.new_zeros(1, read), tokens], 1)
-        rules = [] if refuse is None else [RefuseUnknown(refuse, cache, self.tokenizer.eos_token_id)]
-        made = self.model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), **{CACHE: cache}, logits_processor=rules,
-            eos_token_id=self.tokenizer.eos_token_id, pad_token_id=self.tokenizer.eos_token_id, **options,
-        )  # fmt: skip
+        cache.batch_repeat_interleave(
+            max(self._setting(name, options) or 1 for name in ("num_beams", "num_return_sequences"))
+        )
+        # generate counts the tokens that the cache holds; which they are matters only to penalties
+        tokens = torch.cat([tokens[:, :1].expand(1, read), tokens], 1)
+        end = self._setting("eos_token_id", options)
+        end = self.tokenizer.eos_token_id if end is None else end
+        if refuse is not None and end is None:
+            raise ArgumentError(
+                "ContextMemory.ask: a refused question is answered by the end-of-text token, and neither the model nor "
+                "the tokenizer has one. Pass eos_token_id, or leave refuse out."
+            )
+        rules = [] if refuse is None else [RefuseUnknown(refuse, cache, end)]
+        pad = self._setting("pad_token_id", options)
+        settings = {
+            **options,
+            "eos_token_id": end,
+            "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
+            "logits_processor": [*(options.get("logits_processor") or ()), *rules],  # a refusal has the last word
+        }
+        made = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **{CACHE: cache}, **settings)
         if rules and rules[0].refused is not None and bool(rules[0].refused.any()):
             return None
         return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
@@ -222,6 +237,12 @@ class ContextMemory:
         self._tokens |= {name: count for name, count, _ in entries}
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _setting(self, name: str, options: Mapping[str, Any]) -> Any:
+        """A setting of ``generate``: of a call's options, their generation config, or the model's; None without."""
+        configs = (options.get("generation_config"), self.model.generation_config)
+        found = (options.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
 
     def _encoded(self, text: str) -> Tensor:
         ids = encoded("ContextMemory", self.model, self.tokenizer, text)

@@ -25,12 +25,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from zonal import mechanisms, store
 from zonal.algebra.operator import Operator
-from zonal.algebra.prior import Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf import examine
 from zonal.hf.attending import padding
-from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out, window_of
+from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out, window_of, windowed
 from zonal.hf.swap import convert
 
 _TRANSFER = "zonal_transfer"
@@ -152,9 +151,7 @@ class Transfer:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        window = others.get("sliding_window")
-        prior = () if window is None else Window(left=window - 1)
-        operator = mechanisms.softmax(scale=scaling, prior=prior)
+        operator = windowed(mechanisms.softmax(scale=scaling), others.get("sliding_window"), causal=True)
         wanted = attention(q, k, v, operator, causal=True)
         place, own = self._places.get(id(module)), operator_of(module)
         if place is None or own is None:

@@ -1,7 +1,7 @@
 """Layers of self-attention in models of transformers: finding them, and giving them operators that fit."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,13 +76,15 @@ def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) ->
         return [operator] * count
     if callable(layers):
         given = {index: choice for index in range(count) if (choice := layers(index)) is not None}
+    elif isinstance(layers, Mapping):
+        given = dict(layers)
     else:
-        given = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers, operator)
+        given = dict.fromkeys(layers, operator) if isinstance(layers, Iterable) else {}
     wrong = [index for index in given if not isinstance(index, int) or not 0 <= index < count]
     if wrong or not given:
         raise ArgumentError(
-            f"{call}: layers must name some of the layers 0 to {count - 1}, received {wrong or 'none'}. Leave layers "
-            "out for all."
+            f"{call}: layers must name some of the layers 0 to {count - 1}, received {wrong or layers!r}. Leave "
+            "layers out for all."
         )
     return [given.get(index, "softmax") for index in range(count)]
 
@@ -129,14 +131,20 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
             "attn_logit_softcapping=None (null in its config.json) first. Its predictions then differ a little, which "
             "training can correct."
         )
+    made: Any = operator
     if isinstance(operator, str):
         made = mechanisms.resolve(operator)
-    else:
-        made = operator if isinstance(operator, Operator) else operator(scale)
+    elif callable(operator) and not isinstance(operator, Operator):
+        made = operator(scale)
+    if not isinstance(made, Operator):
+        raise ArgumentError(
+            f"{call}: an operator, a spec such as 'sko', or a function from the scale of a layer to an operator is "
+            f"required for {type(layer).__name__}, received {made!r}."
+        )
     window = window_of(layer)
     if open_scale(made):
         made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
-    bare, made = made, windowed(made, window)
+    bare, made = made, windowed(made, window, causal=bool(layer.is_causal))
     lacking = need(made, dim, bool(layer.is_causal))
     if lacking is not None:
         raise ArgumentError(
@@ -198,7 +206,10 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
 
 
 def window_of(layer: Any) -> int | None:
-    """The number of tokens in the layer's sliding window; None without one."""
+    """The number of tokens in the layer's sliding window, and on each side of an encoder's token; None without one."""
+    kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    if kinds is not None and index is not None and kinds[index] == "full_attention":
+        return None  # whatever the model's other layers have
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
 
@@ -212,11 +223,11 @@ def open_scale(operator: Operator) -> bool:
     return isinstance(operator.score, Dot) and operator.score.scale is None
 
 
-def windowed(operator: Operator, window: int | None) -> Operator:
-    """The operator with the window of a layer (None = none), unless it has one."""
+def windowed(operator: Operator, window: int | None, *, causal: bool) -> Operator:
+    """The operator with the window of a layer (None = none), to both sides without causality, unless it has one."""
     if window is None or any(isinstance(prior, Window) for prior in operator.prior):
         return operator
-    return operator.replace(prior=(*operator.prior, Window(left=window - 1)))
+    return operator.replace(prior=(*operator.prior, Window(window - 1, None if causal else window - 1)))
 
 
 def read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:

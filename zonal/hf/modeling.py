@@ -32,7 +32,7 @@ from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
-from zonal.nn.memory import Past
+from zonal.nn.memory import LayerDecoder, Past
 from zonal.stretch import active
 
 # arguments of other models that would change what this one says
@@ -84,14 +84,17 @@ class CheckpointedBlock(Block, GradientCheckpointingLayer):
 
     _gradient_checkpointing_func: functools.partial[Any]  # given by transformers with its settings
 
-    def __call__(self, records: Tensor | Records, *inputs: Any, **others: Any) -> Any:
-        checkpointed = self.gradient_checkpointing and self.training
-        if checkpointed and isinstance(records, tuple) and self._gradient_checkpointing_func.keywords["use_reentrant"]:
-            raise ArgumentError(
-                "ZonalModel: with residual='dense' a block reads a tuple of tensors, whose gradients a reentrant "
-                "checkpoint loses. Enable checkpointing with use_reentrant=False."
-            )
-        return super().__call__(records, *inputs, **others)
+    def __call__(self, records: Tensor | Records, past: Past | None = None, **others: Any) -> Any:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            reentrant = self._gradient_checkpointing_func.keywords["use_reentrant"]
+            if reentrant and (isinstance(records, tuple) or past is not None):
+                raise ArgumentError(
+                    "ZonalModel: a block that reads a cache, or with residual='dense' a tuple of tensors, loses their "
+                    "gradients in a reentrant checkpoint. Enable checkpointing with use_reentrant=False."
+                )
+            if isinstance(past, LayerDecoder):  # which takes tokens in place, and the backward pass reads them again
+                past = past.value()
+        return super().__call__(records, past, **others)
 
 
 class Decoder(CausalLM):
@@ -209,6 +212,10 @@ class ZonalModel(ZonalPreTrainedModel):
     def _cache(self, given: Cache | None, use_cache: bool | None) -> ZonalCache | None:
         """The cache to read after and to fill, or None."""
         if isinstance(given, ZonalCache):
+            if not self.config.causal:
+                raise ArgumentError(
+                    "ZonalModel: an encoder (causal=False) reads each text at once and keeps no cache. Leave it out."
+                )
             return given
         if isinstance(given, OperatorCache) or (given is not None and given.get_seq_length()):
             raise ArgumentError(
@@ -302,9 +309,8 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
     def of(cls, model: CausalLM, options: Mapping[str, Any] | None = None) -> "ZonalForCausalLM":
         """A model of this library with its weights, which are copied. options: arguments of ``ZonalConfig``."""
         made = cls(ZonalConfig.of(model.config, options))
-        nn.Module.to(made, dtype=model.embedding.weight.dtype)
         weights = {f"model.core.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
-        made.load_state_dict({**weights, "lm_head.weight": model._head_weight()})
+        _fill(made, {**weights, "lm_head.weight": model._head_weight()})
         return made
 
     def native(self) -> CausalLM:
@@ -313,7 +319,7 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         weights = dict(self.model.core.state_dict())
         if model.head is not None:
             weights["head.weight"] = self.lm_head.weight.detach()
-        model.to(self.dtype).load_state_dict(weights)
+        _fill(model, weights)
         return model
 
     @can_return_tuple
@@ -357,6 +363,20 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
     ) -> None:
         """``generate`` starts with this cache, and not with the one that it has for keys and values."""
         start_generation("ZonalForCausalLM", ZonalCache, generation_config, model_kwargs)
+
+    def init_continuous_batching(self, *inputs: Any, **others: Any) -> Any:
+        """Raises ArgumentError: continuous batching (``generate_batch``) is for keys and values in pages."""
+        raise ArgumentError(
+            "ZonalForCausalLM: continuous batching (generate_batch) keeps keys and values in pages, and this model has "
+            "memories. Call generate with a batch of prompts, padded on the left."
+        )
+
+
+def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into a model, each with its type: operators stay in float32 in a model of bfloat16."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        value.data = value.data.to(weights[name].dtype)
+    model.load_state_dict(weights)
 
 
 class ZonalForMaskedLM(ZonalLanguageModel):

@@ -158,12 +158,14 @@ def calibrate_refusal(model: Any, examples: Iterable[Question], rate: float = 0.
     found: dict[bool, list[Tensor]] = {True: [], False: []}
     layers: list[int] = []
     for question in examples:
-        memories = [layer.memory for layer in question.memory.layers]
-        layers = [index for index, memory in enumerate(memories) if memory.evidence_refusal is None]
+        asked = question.memory.layers
+        # the parts of a mixture have evidence each, and a layer none
+        layers = [i for i, layer in enumerate(asked) if not layer.others and layer.memory.evidence_refusal is None]
         if not layers:
             raise ArgumentError(
-                f"{call}: no layer's memory has evidence; the first: {memories[0].evidence_refusal}. Use an operator "
-                "that solves, such as ska, or softmax, in one layer at least."
+                f"{call}: no layer's memory has evidence; the first: "
+                f"{asked[0].memory.evidence_refusal or 'a mixture has one in each part'}. Use an operator that solves, "
+                "such as ska, or softmax, in one layer at least."
             )
         cache = new_cache(model, question.memory)
         cache.report = dict.fromkeys(layers, True)

@@ -186,7 +186,8 @@ class CausalLM(LanguageModel):
             memory: the past, empty or not. It is not changed. None: no past.
             span: a name for the tokens, so that ``ModelMemory.forget`` can forget them.
             chunk: read this many tokens at a time, which bounds the memory that reading takes. None: all at once.
-            key_padding_mask: bool (B, T), True for a real token.
+            key_padding_mask: bool (B, T), True for a real token. Operators that read whole chunks (``ska(chunk=…)``)
+                count padding: a row then gives what it gives alone only where its padding is a multiple of the chunk.
 
         Returns: logits (B, V) after the last token, and the memory after it.
 
@@ -274,7 +275,7 @@ class CausalLM(LanguageModel):
             stop: token ids, or sequences of token ids. A row that ends with one is finished. The stop itself is
                 yielded.
             seed: the same seed, prompt and model give the same tokens. None: torch's global generator.
-            key_padding_mask: bool (B, T), True for a real token.
+            key_padding_mask: bool (B, T), True for a real token; see ``prefill``.
             memory: what the model has read before ``tokens``. It is not changed.
 
         Yields: (B,), the next token of each row, −1 for finished rows. Ends when all rows are finished.

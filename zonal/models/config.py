@@ -66,8 +66,8 @@ class ModelConfig(ModelSettings):
         conv: width in tokens of the short convolution before the projections of attention, one number or one per layer.
             0: none.
         max_len: the intended length in tokens. It is recorded, and does not limit inputs.
-        silent_tokens: tokens, such as a filler, that ridge and Koopman read-outs read but do not store
-            (``action_mask``). Other layers treat them as ordinary tokens.
+        silent_tokens: tokens, such as a filler, that ridge and Koopman read-outs of the plain product read but do not
+            store (``action_mask``). Other layers treat them as ordinary tokens.
         causal: each token sees those before it (``CausalLM``). False: every token sees all (``TextEncoder``).
         rope_scaling: slows rotary positions down for long sequences: a ``RopeScaling``, or the ``rope_parameters`` of a
             config of transformers. None: no scaling.

@@ -11,7 +11,7 @@ from zonal.errors import ArgumentError
 from zonal.kernels.native import portable
 from zonal.models.causal_lm import CausalLM
 from zonal.models.memory import ModelMemory
-from zonal.nn import Attention, Block, DecodeStep, LayerMemory
+from zonal.nn import Block, DecodeStep, LayerMemory
 from zonal.nn.memory import Past
 from zonal.nn.step import Prefill, State, tensors_of
 
@@ -123,8 +123,6 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
             f"models.export: required batch >= 1 and {SHORTEST} <= shortest < longest, received batch={batch}, "
             f"shortest={shortest}, longest={longest}."
         )
-    # an export that is not strict copies shared modules, such as one map for queries and keys
-    strict = any(isinstance(part, Attention) and part.key is part.query for part in model.modules())
     tokens = torch.zeros(batch, shortest + 1, dtype=torch.int64, device=model.embedding.weight.device)
     with portable(), torch.no_grad():
         _, memory = model.prefill(tokens)
@@ -132,8 +130,8 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
         state = step.state(memory)
         shapes = ({1: Dim("tokens", min=shortest, max=longest)},)
         return Programs(
-            torch.export.export(ModelPrefill(model), (tokens,), dynamic_shapes=shapes, strict=strict),
-            torch.export.export(step, (tokens[:, :1], state), dynamic_shapes=step.dynamic_shapes(state), strict=strict),
+            torch.export.export(ModelPrefill(model), (tokens,), dynamic_shapes=shapes),
+            torch.export.export(step, (tokens[:, :1], state), dynamic_shapes=step.dynamic_shapes(state)),
         )
 
 

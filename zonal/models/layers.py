@@ -10,6 +10,7 @@ from zonal import mechanisms
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import spec as specs
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, Mixture, TokenMixer
+from zonal.nn.requirements import weighs_keys
 
 _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
     "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet,
@@ -182,10 +183,10 @@ def _gated(operator: str) -> str:
             f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}."
         )
     (inner,) = operators_in(operator)
-    if not mechanisms.resolve(inner).anchor.solves:
+    if not weighs_keys(mechanisms.resolve(inner)):
         raise ArgumentError(
-            f"gated: a key gate is for ridge and Koopman read-outs, and {inner!r} is not one. Use ska, ridge or "
-            "kernel_ridge, or leave the gate out."
+            f"gated: a key gate is for ridge and Koopman read-outs of the plain product, and {inner!r} is not one. Use "
+            "ska or ridge, or leave the gate out."
         )
     return operator
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -74,11 +75,17 @@ class StopRule:
         batch: number of rows.
 
     Raises:
-        ArgumentError: a stop sequence is empty.
+        ArgumentError: a stop sequence is empty, or holds something other than token ids.
     """
 
     def __init__(self, stop: Sequence[int | Sequence[int]], batch: int) -> None:
-        self.sequences = [(item,) if isinstance(item, int) else tuple(item) for item in stop]
+        try:
+            self.sequences = [tuple(map(index, item if isinstance(item, Iterable) else (item,))) for item in stop]
+        except TypeError:
+            raise ArgumentError(
+                "generate: stop must be a list of token ids, or of sequences of token ids, such as [3, (5, 7)], "
+                f"received {stop!r}. Encode a text by the tokenizer first."
+            ) from None
         if not all(self.sequences):
             raise ArgumentError(
                 "generate: stop holds an empty sequence. Give token ids, or sequences of at least one token id."

@@ -57,7 +57,7 @@ class Attention(TokenMixer):
         conv: width in tokens of the short convolution of x before the projections. 0: no convolution.
         cg_lift: size of queries and keys after a ``CGLift``, which follows norms and rotary positions. None: no lift.
         key_gate: learn a gate in [0, 1] per token and key head that says how strongly a key is stored. Only for ridge
-            and Koopman read-outs.
+            and Koopman read-outs of the plain product.
         init: how the projections start (see ``reset_parameters``). "auto": what the operator declares.
         bias: use biases in the four projections.
         causal: each token sees itself and earlier tokens, or only earlier tokens if the operator excludes the token
@@ -124,7 +124,8 @@ class Attention(TokenMixer):
         requirements.check_operator(self.operator, heads, kv_heads, causal=self.causal, key_gate=key_gate)
         one_map = self.operator.score.one_map
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
-        self.key = self.query if one_map else nn.Linear(keyed, kv_heads * qk_dim, bias=bias)
+        if not one_map:
+            self._modules["key"] = nn.Linear(keyed, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(keyed, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
         if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # of layers whose queries have another size
@@ -138,7 +139,8 @@ class Attention(TokenMixer):
         self.key_mass = MassGate(keyed, kv_heads) if learns else None
         self.key_gate = KeyGate(keyed, kv_heads) if key_gate else None
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
-        self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
+        if qk_norm and not one_map:
+            self._modules["key_norm"] = RMSNorm(qk_dim)
         size = {"head": head_dim, "concat": heads * head_dim, None: None}[self.readout_norm]
         self.readout = None if size is None else RMSNorm(size, readout_eps)
         if context_dim is not None:
@@ -154,8 +156,19 @@ class Attention(TokenMixer):
         return DecayGate(self.dim, rates, fastest_decay(self.key_dim) if self.operator.anchor.solves else None)
 
     @property
+    def key(self) -> nn.Linear:
+        """The projection to keys: that to queries where the operator has one map for both."""
+        # a second registration would be a second copy to files, adapters and exported programs
+        return self._modules.get("key", self.query)  # type: ignore[return-value]
+
+    @property
+    def key_norm(self) -> RMSNorm | None:
+        """The norm of keys, or None: that of queries where the operator has one map for both."""
+        return self._modules.get("key_norm", self.query_norm)  # type: ignore[return-value]
+
+    @property
     def chooses(self) -> bool:
-        return self.operator.anchor.solves
+        return requirements.weighs_keys(self.operator)
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights. A score whose size depends on the layer is initialised here, too; other learned parameters

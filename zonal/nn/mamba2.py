@@ -104,7 +104,8 @@ class Mamba2(TokenMixer):
 
     def _mix(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Past | None]:
         sizes = self.sizes
-        gate, mixed, step = self._projected(x)
+        parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]
+        gate, mixed, step = self.input(x).split(parts, dim=-1)
         (values, keys, queries), tail = self.convolution.parts(
             mixed, [sizes.inner, sizes.shared, sizes.shared], inputs.tail, heads=sizes.heads,
             key_padding_mask=inputs.key_padding_mask, cu_seqlens=inputs.cu_seqlens,
@@ -122,19 +123,6 @@ class Mamba2(TokenMixer):
         y, absorbed = self._attend(q, k, v, inputs, log_decay=log_decay, key_bias=key_bias)
         y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))
         return y, inputs.after(absorbed, tail, x.shape[1])
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z, [x, B, C] and Δ.
-
-        Three separate products, so that no pass has to join their gradients.
-        """
-        sizes = self.sizes
-        parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]
-        biases = [None] * 3 if self.input.bias is None else self.input.bias.split(parts)
-        gate, mixed, step = (
-            F.linear(x, weight, bias) for weight, bias in zip(self.input.weight.split(parts), biases, strict=True)
-        )
-        return gate, mixed, step
 
     @torch.no_grad()
     def load_transformers(self, weights: Mapping[str, Tensor]) -> None:

@@ -146,8 +146,8 @@ class TokenMixer(nn.Module, abc.ABC):
             key_padding_mask: bool (B, T), True for a real token. Padded tokens are set to zero, also as queries.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1). Not with a memory.
             path: the execution path of ``zonal.attention``.
-            action_mask: bool (B, T). A token with False reads but is not stored. Only for ridge and Koopman read-outs,
-                and for mixtures with one (``chooses``).
+            action_mask: bool (B, T). A token with False reads but is not stored. Only for ridge and Koopman read-outs
+                of the plain product, and for mixtures with one (``chooses``).
             mass: (B, T), at least 0: the number of equal tokens that each token stands for (see ``zonal.nn.Merged``),
                 with 0 for padding. Only for bidirectional layers of ``Attention`` without positions.
             context: (B, S, context_dim), the tokens whose keys and values are read in place of those of x, all of them
@@ -289,8 +289,8 @@ class TokenMixer(nn.Module, abc.ABC):
             raise self._refused("mass (of merged tokens) is for layers of Attention. Merge nothing before it.")
         if action_mask is not None and not self.chooses:
             raise self._refused(
-                "action_mask is for layers that can read a token without storing it (ridge and Koopman read-outs). "
-                "Leave it out, or hide tokens with key_padding_mask."
+                "action_mask is for layers that can read a token without storing it (ridge and Koopman read-outs of "
+                "the plain product). Leave it out, or hide tokens with key_padding_mask."
             )
 
     def _attend(

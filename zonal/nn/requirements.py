@@ -59,6 +59,11 @@ def check_start(init: LayerInit, qk_dim: int, head_dim: int, *, dim: int, contex
             )
 
 
+def weighs_keys(operator: Operator) -> bool:
+    """Whether a key gate or an action mask can weigh the operator's keys (``zonal.memory.weights``)."""
+    return operator.anchor.solves and operator.score.plain and operator.link.linear
+
+
 def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: bool, key_gate: bool) -> None:
     """Raise ArgumentError for an operator that a layer cannot run."""
     if causal and operator.anchor.couples:
@@ -76,10 +81,10 @@ def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: boo
             f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, "
             f"received kv_heads={kv_heads}."
         )
-    if key_gate and not operator.anchor.solves:
+    if key_gate and not weighs_keys(operator):
         raise ArgumentError(
-            f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {operator.name!r} "
-            "is not one. Use m.ska() or m.ridge(), or leave key_gate out."
+            "nn.Attention: key_gate is for ridge and Koopman read-outs of the plain product, and operator "
+            f"{operator.name!r} is not one. Use m.ska() or m.ridge(), or leave key_gate out."
         )
 
 
@@ -114,4 +119,4 @@ def check_mass(
         )
 
 
-__all__ = ["check_mass", "check_operator", "check_settings", "check_start", "sizes_of_heads"]
+__all__ = ["check_mass", "check_operator", "check_settings", "check_start", "sizes_of_heads", "weighs_keys"]
