@@ -61,6 +61,16 @@ def test_alibi_and_decay_against_written_out_masks() -> None:
         )
 
 
+@pytest.mark.parametrize("path", ["dense", "tiled", "auto"])
+def test_fewer_queries_than_keys_are_the_last_positions_for_alibi_too(path: str) -> None:
+    q, k, v = qkv()
+    operator = m.softmax(prior=prior.ALiBi((0.5,)))
+    whole = zonal.attention(q, k, v, operator, path=path)
+    for priors in (operator.prior, (*operator.prior, prior.Window(100))):  # a window that hides nothing
+        last = zonal.attention(q[:, :, 6:], k, v, operator.replace(prior=priors), path=path)
+        torch.testing.assert_close(last, whole[:, :, 6:])
+
+
 def test_per_token_decay_and_its_gradient() -> None:
     q, k, v = qkv(dtype=torch.float64)
     log_decay = -torch.rand(2, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -76,6 +86,43 @@ def test_per_token_decay_and_its_gradient() -> None:
             torch.autograd.grad(expected.square().sum(), log_decay, retain_graph=True)[0],
         )
         assert torch.allclose(got, want, atol=1e-10)
+
+
+@pytest.mark.parametrize("reset", [-1e3, -1e9, -float("inf")])
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        *(("softmax", path) for path in ("dense", "tiled", "streaming")),
+        *(("retention", path) for path in ("dense", "tiled", "chunked", "streaming")),
+    ],
+)
+def test_a_decay_that_forgets_everything_leaves_the_later_tokens_their_digits(
+    spec: str, path: str, reset: float
+) -> None:
+    q, k, v = qkv(batch=1, tokens=40)
+    log_decay = torch.full((1, 4, 40), -0.05)
+    log_decay[..., 17] = reset
+    log_decay.requires_grad_()
+    pieces = [
+        zonal.attention(*(x[:, :, part].double() for x in (q, k, v)), spec, causal=True, path="dense",
+                        log_decay=log_decay[..., part].double().clamp_min(-700))
+        for part in (slice(0, 17), slice(17, 40))
+    ]  # fmt: skip
+    y = zonal.attention(q, k, v, spec, causal=True, path=path, log_decay=log_decay)
+    torch.testing.assert_close(y.double(), torch.cat(pieces, 2), rtol=1e-4, atol=2e-4)
+    got, want = (torch.autograd.grad(x.square().sum(), log_decay)[0] for x in (y, torch.cat(pieces, 2)))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_many_resets_cost_the_definition_no_digits() -> None:
+    q, k, v = qkv(batch=1, tokens=200)
+    log_decay = torch.full((1, 4, 200), -0.05)
+    log_decay[..., ::5] = -1e9
+    got, want = (
+        zonal.attention(q.to(t), k.to(t), v.to(t), "softmax", causal=True, path="dense", log_decay=log_decay.to(t))
+        for t in (torch.float32, torch.float64)
+    )
+    assert (got - want).abs().max() < 5e-6
 
 
 def test_long_decay_keeps_its_digits() -> None:
@@ -168,10 +215,27 @@ def bad(**changes: object) -> dict[str, object]:
         (lambda: bad(key_padding_mask=torch.ones(2, 9)), "must be bool"),
         (lambda: bad(cu_seqlens=torch.tensor([0, 9])), "need batch size 1"),
         (lambda: bad(key_bias=torch.zeros(2, 9)), r"\(batch, key heads, keys\)"),
+        (
+            lambda: bad(key_bias=torch.ones(2, 4, 9, dtype=torch.bool)),
+            "key_bias must be floating point, received torch.bool. A mask of keys is key_padding_mask",
+        ),
+        (lambda: bad(key_bias=torch.ones(2, 4, 9, dtype=torch.complex64)), "key_bias must be floating point"),
+        (
+            lambda: bad(operator=m.retention(), causal=True, log_decay=torch.zeros(2, 4, 9, dtype=torch.int64)),
+            "log_decay must be floating point",
+        ),
         (lambda: bad(path="dens"), "Did you mean 'dense'"),
         (lambda: bad(operator=m.sko(), scale=2.0), "fixes the scale"),
         (lambda: bad(operator=m.retention()), "fades with time"),
         (lambda: bad(operator=m.retention(), causal=True, log_decay=torch.ones(2, 4, 9)), "must be <= 0"),
+        (
+            lambda: bad(operator=m.retention(), causal=True, log_decay=torch.full((2, 4, 9), float("nan"))),
+            "positive values or NaN",
+        ),
+        *(
+            (lambda spec=spec: bad(operator=spec, key_bias=torch.full((2, 4, 9), -float("inf"))), "key_bias above -inf")
+            for spec in ("sinkhorn", "hierarchical")
+        ),
         (lambda: bad(operator=m.ridge(), key_bias=torch.zeros(2, 4, 9)), "must be None"),
         (lambda: bad(operator=torch.ones(2)), "an Operator or a spec such as .* is required, received a Tensor"),
     ],

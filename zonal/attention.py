@@ -13,7 +13,17 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.call import Call, Held, check_memory, empty_memory, lowered, prepare, thinned, weighted
+from zonal.execution.call import (
+    Call,
+    Held,
+    check_carried,
+    check_memory,
+    empty_memory,
+    lowered,
+    prepare,
+    thinned,
+    weighted,
+)
 from zonal.execution.mask import Masses
 from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
@@ -69,9 +79,10 @@ def attention(
         return_memory: also return the memory after k and v. A call with ``memory`` always returns it.
         path: "auto" (chosen by the planner), "dense", "tiled", "chunked", "streaming", or "sparse" for operators that
             declare a search.
-        log_decay: (B, Hkv, S), <= 0. Each token multiplies the evidence of earlier tokens by exp(log_decay). Operators
-            that solve a linear system take it only with a Decay prior.
-        key_bias: (B, Hkv, S), added to log K. Operators that solve a linear system do not take it.
+        log_decay: (B, Hkv, S), <= 0. Each token multiplies the evidence of earlier tokens by exp(log_decay), of which
+            what is below -1000 counts as -1000. Operators that solve a linear system take it only with a Decay prior.
+        key_bias: (B, Hkv, S), added to log K. Operators that solve a linear system do not take it, and anchors that
+            couple queries take none of -inf.
         action_mask: bool (B, S), False = the token reads but is not stored. Unlike padding, it counts as a step of
             time. For ridge and Koopman anchors with the plain dot product.
         key_gate: (B, Hkv, S) from 0 to 1, a factor of each key. For the same operators as action_mask.
@@ -123,20 +134,11 @@ def attention(
 
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
-    if call.tags.couples:
-        raise ArgumentError(
-            f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by "
-            "query would give other answers. Leave memory and return_memory out."
-        )
+    check_carried(call, 0)
     if torch_func.active():
         raise ArgumentError(
             "attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot "
             "be kept. Leave both out."
-        )
-    if call.visibility.packed:
-        raise ArgumentError(
-            "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. "
-            "Pass one of the two."
         )
     if memory is None:
         memory = empty_memory(call)

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def test_replace_keeps_what_stays() -> None:
     assert operator.learned_parts["anchor_eta"].item() == 7.0
 
 
+@pytest.mark.parametrize("priors", [(prior.Causal(), prior.Decay()), (prior.Decay(), prior.Causal())])
+def test_a_prior_that_moves_keeps_what_it_learned(priors: tuple[prior.Prior, ...]) -> None:
+    operator = m.retention()
+    with torch.no_grad():
+        operator.learned_parts["prior0_log_rate"].fill_(-1.0)
+    moved = operator.replace(prior=priors).replace(prior=priors[::-1])
+    assert moved.learned()["rates"] == operator.learned()["rates"]
+    other = operator.replace(prior=prior.Decay((0.5,)))
+    assert other.learned()["rates"] == pytest.approx([0.5])
+
+
 def test_for_heads_makes_rows_independent() -> None:
     operator = m.sko(degrees=(2.0, 3.0)).for_heads(8)
     assert operator.learned_parts["link_weight"].shape == (8, 4)
@@ -129,6 +141,8 @@ def test_fewer_heads_than_rows_takes_them_evenly() -> None:
         (lambda: m.ridge().replace(prior=prior.ALiBi()), "drop the prior"),
         (lambda: Operator(score.NegativeDistance(), link.Identity(), anchor.Ridge()), "positive definite"),
         (lambda: Operator(score.Cosine(temperature=0.5), link.Yat(), anchor.Row()), "temperature >= 1"),
+        (lambda: m.softmax(prior=(prior.Window(8), prior.Window(3))), "prior Window is declared twice; declare one"),
+        (lambda: m.retention().replace(prior=(prior.Decay(), prior.Causal(), prior.Decay((0.5,)))), "prior Decay is"),
     ],
 )
 def test_meaningless_combinations_say_why_when_run(operator: object, words: str) -> None:
@@ -176,6 +190,25 @@ def test_parts_must_be_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: prior.Window(2.5), "Window: left must be a whole number >= 0, received 2.5"),
+        (lambda: prior.Window(2, True), "Window: right must be a whole number"),
+        (lambda: prior.Window(-1), "Window: left must be a whole number >= 0"),
+        (lambda: prior.Window("a"), "Window: left must be a whole number"),
+        (lambda: prior.ChunkCausal(2.5), "ChunkCausal: size must be a whole number >= 1"),
+        (lambda: prior.ChunkCausal(True), "ChunkCausal: size must be a whole number"),
+        (lambda: prior.ALiBi(()), "at least one slope is required"),
+        (lambda: Operator(readout="x"), "Operator: readout must be None, 'head' or 'concat', received 'x'"),
+        (lambda: Operator(layer_init="x"), "Operator: layer_init must be 'default'.*received 'x'"),
+    ],
+)
+def test_settings_out_of_range_are_refused_when_they_are_declared(made: Callable[[], object], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        made()
+
+
+@pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("sofmax", "Did you mean 'softmax'"),
@@ -212,6 +245,11 @@ def test_learned_is_plain_json(name: str) -> None:
     learned = m.resolve(name).learned()
     assert json.loads(json.dumps(learned)) == learned
     assert len(learned["kernel_curve"]["x"]) == len(learned["kernel_curve"]["heads"][0])
+
+
+def test_parts_of_unlike_numbers_of_heads_are_read_together() -> None:
+    learned = m.sko(degrees=(2.0, 3.0, 4.0, 5.0, 2.0, 3.0)).replace(prior=prior.Decay()).learned()
+    assert len(learned["rates"]) == len(learned["kernel_curve"]["heads"]) == 12
 
 
 def test_positions_of_masks() -> None:

@@ -187,11 +187,19 @@ def test_the_machine_is_named() -> None:
         ({"q_shape": (1, 8, 64, 16), "dtype": torch.int64}, "must be float16, bfloat16, float32 or float64"),
         ({"q_shape": (1, 8, 64, 16), "memory": -1}, "memory must be"),
         ({"q_shape": (1, 8, 64, 16), "memory": "yes"}, "memory must be"),
+        ({"q_shape": (1, 8, 64, 16), "memory": 10, "packed": (0, 30, 64)}, "neither take nor leave a memory"),
+        ({"q_shape": (1, 8, 4, 16), "k_shape": (1, 8, 64, 16), "memory": 10, "causal": True}, "as many tokens as k"),
+        ({"q_shape": (1, 8, 64, 16), "memory": 10, "operator": "sinkhorn"}, "reads all queries together"),
+        ({"q_shape": (1, 8, 64, 16), "packed": (0, 3.5, 64)}, "cu_seqlens must hold whole numbers"),
+        ({"q_shape": (1, 8, 64, 16), "dtype": "float32"}, "dtype must be a type of torch such as torch.float32"),
+        ({"q_shape": (1, 8, 64, 16), "gradients": None}, "gradients must be True or False"),
+        ({"q_shape": (1, 8, 64, 16), "key_padding": torch.ones(1, 64) > 0}, "key_padding must be True or False"),
+        ({"q_shape": (1, 8, 64, 16), "device": "gpu"}, "device must be one of torch"),
     ],
 )
 def test_what_attention_refuses_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        explain(m.softmax(), **arguments)
+        explain(**{"operator": m.softmax(), **arguments})
 
 
 def test_an_operator_is_required() -> None:

@@ -25,6 +25,7 @@ from matrix import (
 )
 from pairwise import pairs, pairwise
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import zonal
 from zonal import Operator
@@ -369,6 +370,28 @@ def test_dense_has_second_derivatives() -> None:
         return zonal.attention(q, k, v, operator, causal=True, path="dense")
 
     assert torch.autograd.gradgradcheck(run, (data.q, data.k, data.v))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "spec", ["softmax", "squared_affine", "polynomial_square", "yat", "sko", "ska(power=1)", "sinkhorn"]
+)
+def test_tangents_go_forward_through_the_path_that_has_them(spec: str, recorded: bool) -> None:
+    """The definition carries them; all other paths refuse, kernels that would drop them among these."""
+    q, k, v, direction = torch.randn(4, 1, 2, 12, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+    def run(x: Tensor, path: str = "auto") -> Tensor:
+        return zonal.attention(x, k.to(x), v.to(x), spec, causal=spec != "sinkhorn", path=path)
+
+    step = 1e-5 * direction.double()
+    want = (run(q.double() + step) - run(q.double() - step)) / 2e-5
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, direction)
+        got = forward_ad.unpack_dual(run(dual)).tangent
+        for path in ("tiled", "chunked", "streaming", "sparse"):
+            with pytest.raises(PathError, match=r"it has no forward-mode derivative.*path='dense'"):
+                run(dual, path)
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
 
 
 def test_fractional_degree_moves() -> None:

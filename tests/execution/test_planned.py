@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import zonal
 from zonal import mechanisms as m
@@ -93,6 +94,27 @@ def test_gradients_flow(spec: str) -> None:
         strict=True,
     ):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_transforms_meet_the_refusals_of_attention() -> None:
+    many = [torch.stack([x, x]) for x in draw()]
+    plan, _ = made("softmax", path="streaming")
+    with pytest.raises(PathError, match=r"path 'streaming' cannot run.*torch\.func"):
+        torch.func.vmap(plan)(*many)
+
+
+@pytest.mark.parametrize(("spec", "path"), [("softmax", "tiled"), ("squared_affine", "chunked"), ("sko", "dense")])
+@torch.no_grad()
+def test_tangents_go_forward_through_a_plan_or_are_refused(spec: str, path: str) -> None:
+    plan, (q, k, v) = made(spec, path=path)
+    plan(q, k, v)  # may leave a kernel
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        if path != "dense":
+            with pytest.raises(PathError, match=r"no forward-mode derivative\. Use path='dense'"):
+                plan(dual, k, v)
+        else:
+            assert forward_ad.unpack_dual(plan(dual, k, v)).tangent is not None
 
 
 def test_what_it_was_not_made_for_is_refused() -> None:

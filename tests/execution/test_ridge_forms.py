@@ -316,7 +316,7 @@ def test_the_preset_is_the_paper() -> None:
     [
         ({"power": -1}, "power must be a whole number from 0 to 8"), ({"power": (0, -1)}, "power must be"),
         ({"power": ()}, "power must be"), ({"power": True}, "power must be"),
-        ({"chunk": 0}, "size must be >= 1"), ({"relative": -1.0}, "relative .* must be >= 0"),
+        ({"chunk": 0}, "size must be a whole number >= 1"), ({"relative": -1.0}, "relative .* must be >= 0"),
         ({"spectral_norm": "on"}, "spectral_norm must be 'none' or 'power'"),
         ({"rank": 0}, "qk_dim must be a whole number >= 1"),
     ],

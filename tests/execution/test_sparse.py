@@ -309,8 +309,16 @@ def test_explain_measures_a_sample() -> None:
     assert "of the attention mass" in str(made)
     assert "approximation [search]" in str(made)
     assert made.to_dict()["coverage"]["rows"] == 512
+    flat = zonal.explain(operator, q.shape, causal=True, scale=0.0, sample=(q, k))
+    assert flat.coverage is not None
+    assert flat.coverage.mass < 0.9 * made.coverage.mass
+    apart = zonal.explain(operator, q.shape, causal=True, packed=range(0, 513, 8), sample=(q, k))
+    assert apart.coverage is not None
+    assert apart.coverage.seen < 8
     with pytest.raises(ArgumentError, match="has no sparse path to measure"):
         zonal.explain(m.softmax(), q.shape, sample=(q, k))
+    with pytest.raises(ArgumentError, match="sample must have the call's shapes"):
+        zonal.explain(operator, q.shape, causal=True, sample=(q[:, :, :64], k))
 
 
 def test_the_seed_decides() -> None:

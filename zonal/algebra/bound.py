@@ -14,7 +14,7 @@ from zonal.algebra.score import Params, Score
 class Bound:
     """The parts of an operator with the current values of its parameters, for given numbers of heads.
 
-    coefficients: the link's, (n, H or 1, 1, 1) float64. kv: the same for the kernel among keys (rows per key head).
+    coefficients: the link's, (n, H or 1, 1, 1) float64.
     anchor_params: rows per query head, except names in ``anchor.kv_rows``: rows per key head.
     """
 

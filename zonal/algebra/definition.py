@@ -25,6 +25,10 @@ class _Clamp(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return grad, None, None
 
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return tangent
+
 
 def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """log K for a link in log space, else K, without prior: prepared q (B, H, T, D), k (B, H, S, D) -> (B, H, T, S)."""

@@ -3,9 +3,10 @@
 Softmax attention is one value of this type.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 from zonal.algebra import ledger
 from zonal.algebra.anchor import Anchor, Koopman, LocalGlobal, Ridge, Row
 from zonal.algebra.bound import Bound, Far
-from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
+from zonal.algebra.declaration import (
+    Declaration,
+    Derived,
+    Move,
+    expand_rows,
+    from_config,
+    require_one_of,
+    require_whole,
+)
 from zonal.algebra.link import Exp, Link
 from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.refusals import refusal
@@ -103,6 +112,8 @@ class Operator(nn.Module):
         self.spec = spec or self.name
         self.readout: Readout = readout
         self.layer_init: LayerInit = layer_init
+        require_one_of("Operator: readout", readout, (None, "head", "concat"))
+        require_one_of("Operator: layer_init", layer_init, get_args(LayerInit))
         if qk_dim is not None:
             require_whole("Operator: qk_dim", qk_dim)
         self.qk_dim = qk_dim
@@ -260,13 +271,15 @@ class Operator(nn.Module):
         """A new operator with some slots replaced. Unchanged parts keep their learned values."""
         prior = self.prior if prior is None else prior
         new = self._named_alike(score or self.score, link or self.link, anchor or self.anchor, prior)
-        kept = {slot for slot, part in self._parts() if dict(new._parts()).get(slot) == part}
-        for key, value in self.learned_parts.items():
-            if key.split("_", 1)[0] in kept:
-                new.learned_parts[key] = nn.Parameter(value.detach().clone())
-        for key, value in self.fixed_parts.named_buffers():
-            if key.split("_", 1)[0] in kept:
-                new.fixed_parts.register_buffer(key, value.clone())
+        for slot, part in new._parts():
+            # a prior may have moved among the others
+            was = next((own for own, kept in self._parts() if kept == part), None)
+            if was is None:
+                continue
+            for key in self._learned[was]:
+                new.learned_parts[f"{slot}_{key}"] = nn.Parameter(self._value(was, key).detach().clone())
+            for key in self._fixed[was]:
+                new.fixed_parts.register_buffer(f"{slot}_{key}", self._value(was, key).clone())
         return new
 
     def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
@@ -404,10 +417,10 @@ class Operator(nn.Module):
     def learned(self, points: int = 81) -> dict[str, Any]:
         """Learned values as plain lists: the curve l(x) per head, eta, gamma, ridge, degrees, rates, temperatures,
         and weights of distances with their curvature."""
-        rows = max(1, len(getattr(self.link, "degrees", ())), *(p.shape[0] for p in self.learned_parts.values()))
+        rows = math.lcm(len(getattr(self.link, "degrees", ())) or 1, *(p.shape[0] for p in self.learned_parts.values()))
         bound = self.bind(rows, rows)
         reach = 1.0 if self.link.domain is not None or self.score.bound is not None else 3.0
-        x = torch.linspace(-reach, reach, points, dtype=torch.float64)
+        x = torch.linspace(-reach, reach, points, dtype=torch.float64, device=bound.coefficients.device)
         curve = self.link.value(x.expand(1, rows, 1, points), bound.coefficients)[0, :, 0]
         out: dict[str, Any] = {"kernel_curve": {"x": x.tolist(), "heads": curve.tolist()}}
         if isinstance(self.anchor, Ridge):

@@ -17,10 +17,11 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, row
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, require_whole, row
 from zonal.errors import ArgumentError
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FARTHEST = 2**31
 _EARLIER = Derived("no leak", "hence no output depends on a later token")
 _SEPARABLE = Derived(
     "separable prior",
@@ -57,7 +58,7 @@ class Causal(Prior):
 class ChunkCausal(Prior):
     """Query t sees keys s < size * floor(t / size), which are whole chunks of the past.
 
-    Raises: ArgumentError for size < 1. Source: Echo (Koopman operators).
+    Raises: ArgumentError unless size is a whole number >= 1. Source: Echo (Koopman operators).
     """
 
     masks = True
@@ -66,7 +67,7 @@ class ChunkCausal(Prior):
     size: int = 16
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"ChunkCausal: size must be >= 1, received {self.size}.")
+        require_whole("ChunkCausal: size", self.size, most=_FARTHEST)
 
     def moves(self) -> tuple[Move, ...]:
         text = f"a query sees only whole chunks of {self.size} tokens before its own"
@@ -79,7 +80,7 @@ class Window(Prior):
 
     right: only used without a causal mask; None = no limit.
 
-    Raises: ArgumentError for negative numbers.
+    Raises: ArgumentError unless they are whole numbers >= 0.
     """
 
     masks = True
@@ -88,10 +89,9 @@ class Window(Prior):
     right: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.left >= 0 and (self.right is None or self.right >= 0),
-            f"Window: left and right must be >= 0, received {self.left}, {self.right}.",
-        )
+        require_whole("Window: left", self.left, 0, _FARTHEST)
+        if self.right is not None:
+            require_whole("Window: right", self.right, 0, _FARTHEST)
 
     def moves(self) -> tuple[Move, ...]:
         reach = Derived("reach", f"hence n layers reach back at most {self.left} n tokens")
@@ -102,7 +102,9 @@ class Window(Prior):
 class ALiBi(Prior):
     """log B_ts = -slope_h |t - s|, a bias that is linear in the distance of positions.
 
-    slopes: per head; None = 2^(-8 (h + 1) / H). Source: Press et al. 2022.
+    slopes: per head; None = 2^(-8 (h + 1) / H).
+
+    Raises: ArgumentError for an empty tuple of slopes. Source: Press et al. 2022.
     """
 
     slopes: tuple[float, ...] | None = None
@@ -110,10 +112,16 @@ class ALiBi(Prior):
     def __post_init__(self) -> None:
         if self.slopes is not None:
             object.__setattr__(self, "slopes", tuple(float(v) for v in self.slopes))
+            require(
+                len(self.slopes) > 0,
+                "ALiBi: at least one slope is required, received (). Leave slopes out for the usual.",
+            )
 
     def for_heads(self, heads: int) -> Tensor:
         """The slopes (H,)."""
-        values = self.slopes or tuple(2 ** (-8 * (h + 1) / heads) for h in range(heads))
+        values = self.slopes
+        if values is None:
+            values = tuple(2 ** (-8 * (h + 1) / heads) for h in range(heads))
         return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
@@ -123,7 +131,7 @@ class ALiBi(Prior):
 
 @dataclass(frozen=True)
 class Decay(Prior):
-    """B_ts = rate_h^(t - s) with 0 < rate <= 1 per head, or per token with attention(log_decay=...).
+    """B_ts = rate_h^(t - s) with 0 < rate < 1 per head, or per token with attention(log_decay=...).
 
     learn: the rates are learned through log(-log rate). gated: a layer computes the decay of each token from its input,
     and the rates are only the initial values of its gate (``learn`` must be False).
@@ -334,17 +342,11 @@ class Bias:
 
     def tile(self, t0: int, t1: int, s0: int, s1: int, position: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The log prior of a tile, broadcastable to (B, H, t, s)."""
-        total = None
-        row = None if self.row is None else self.row[..., t0:t1]
-        col = None if self.col is None else self.col[..., s0:s1]
-        if row is not None and col is not None and t1 > t0:
-            # both are long running sums: take out a common reference before leaving float64
-            reference = row[..., :1].detach()
-            row, col = row - reference, col + reference
-        if row is not None:
-            total = row[..., :, None].to(dtype)
-        if col is not None:
-            total = col[..., None, :].to(dtype) if total is None else total + col[..., None, :].to(dtype)
+        row = None if self.row is None else self.row[..., t0:t1, None]
+        col = None if self.col is None else self.col[..., None, s0:s1]
+        # both are long running sums, whose difference has its digits only in float64
+        total = col if row is None else row if col is None else row + col
+        total = None if total is None else total.to(dtype)
         if self.slope is not None:
             distance = (position[t0:t1, None] - torch.arange(s0, s1)).abs().to(self.slope.device)
             alibi = -self.slope.to(dtype)[:, None, None] * distance.to(dtype)
@@ -391,7 +393,7 @@ def intervals_of(
             mode, chunk = "chunk", prior.size
         elif isinstance(prior, Window):
             left, right = prior.left, prior.right
-    position = torch.arange(queries) + (keys - queries if (mode != "none" or left is not None) else 0)
+    position = torch.arange(queries) + keys - queries
     start, end = torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys, dtype=torch.int64)
     if edges is not None:
         document = torch.bucketize(torch.arange(queries), edges[1:], right=True)

@@ -20,6 +20,10 @@ def refusal(
     score: Score, link: Link, anchor: Anchor, prior: Sequence[Prior], positive: bool, dim: int | None
 ) -> str | None:
     """Why these parts cannot be combined for heads of ``dim`` numbers (None: for any size); None if they can."""
+    kinds = [type(p) for p in prior]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice is not None:
+        return f"prior {twice.__name__} is declared twice; declare one of each type"
     if link.domain is not None and (score.bound is None or score.bound > 1 + 1e-9):
         return (
             f"link {type(link).__name__} is defined on [-1, 1] and score {type(score).__name__} can "

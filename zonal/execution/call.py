@@ -9,6 +9,7 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
+from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
@@ -266,7 +267,12 @@ def checked(
             f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
         )
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if x is not None and tuple(x.shape) != (batch, k.shape[1], keys):
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            advice = "A mask of keys is key_padding_mask" if x.dtype == torch.bool else "Convert it"
+            raise ArgumentError(f"attention: {name} must be floating point, received {x.dtype}. {advice}.")
+        if tuple(x.shape) != (batch, k.shape[1], keys):
             raise ArgumentError(
                 f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, "
                 f"received {tuple(x.shape)}."
@@ -332,6 +338,12 @@ def prepare(
         raise ArgumentError(f"attention: {reason}")
     if key_bias is not None and (reason := untaken(operator, "key_bias")) is not None:
         raise ArgumentError(f"attention: {reason}")
+    if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
+        require_values(
+            ~torch.isneginf(key_bias).any(),
+            f"attention: anchor {type(bound.anchor).__name__} couples queries and needs a key_bias above -inf. "
+            "Hide keys with key_padding_mask.",
+        )
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, None if scale is None else float(scale))
@@ -469,14 +481,30 @@ def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
     return Memory.empty(call.operator, batch, heads, call.head_dim, value_dim, dtype or call.dtype, call.device)
 
 
-def check_memory(call: Call, memory: Memory) -> None:
-    """Raise ArgumentError unless the call can go on from the memory."""
-    batch, _, queries, keys, _, value_dim = call.shape
-    if call.causal and memory.count and queries != keys:
+def check_carried(call: Call, count: int) -> None:
+    """Raise ArgumentError unless the call can go on from a memory of ``count`` tokens, and leave one."""
+    _, _, queries, keys, _, _ = call.shape
+    if call.tags.couples:
+        raise ArgumentError(
+            f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by "
+            "query would give other answers. Leave memory and return_memory out."
+        )
+    if call.visibility.packed:
+        raise ArgumentError(
+            "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. "
+            "Pass one of the two."
+        )
+    if call.causal and count and queries != keys:
         raise ArgumentError(
             "attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, "
             f"received {queries} and {keys}."
         )
+
+
+def check_memory(call: Call, memory: Memory) -> None:
+    """Raise ArgumentError unless the call can go on from the memory."""
+    check_carried(call, memory.count)
+    batch, _, queries, keys, _, value_dim = call.shape
     if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
         first = max(0, memory.count + keys - queries - memory.reach + 1)
         gone = memory.count - (memory.end - memory.begin)

@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra import Move, Operator, ledger
 from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
 from zonal.execution import machine as machines
-from zonal.execution.call import Call, Held, lowered, prepare
+from zonal.execution.call import Call, Held, check_carried, lowered, prepare
 from zonal.execution.machine import Machine
 from zonal.execution.numbers import Numbers, check_devices, devices_of
 from zonal.execution.paths.coverage import Coverage, measured
+from zonal.execution.paths.sums import Runner
 from zonal.execution.plan import Choice, Estimate, choose, duration, run
-from zonal.execution.routes import Runner
 from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.native import shown
 from zonal.kernels.op import plain
 from zonal.memory import Memory
 from zonal.names import known_names
 from zonal.stretch import active
+from zonal.typed import check_switch, check_tensors
 
 LENGTHS = (1024, 16384, 131072)
 _HELD = 1024
@@ -218,13 +220,17 @@ def explain(
         key_padding: whether there is a key_padding_mask. packed: borders of documents, as cu_seqlens.
         memory: how many tokens the call continues from (True: 1024). The call then also returns a memory of the
             operator's own kind.
-        sample: queries (B, H, T, D) and keys (B, Hkv, S, D) such as the call will have, for operators that declare a
+        sample: queries (B, H, T, D) and keys (B, Hkv, S, D) of the call's shapes, for operators that declare a
             search. ``coverage`` then says what the sparse path finds of them, measured on some rows against all keys.
 
     Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words.
     """
     operator = operator_of("explain", operator)
-    place = torch.device(device)
+    check_switch("explain", "gradients", gradients)
+    check_switch("explain", "key_padding", key_padding)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"explain: dtype must be a type of torch such as torch.float32, received {dtype!r}.")
+    place = _place(device)
     shapes = [_checked("q_shape", q_shape)]
     shapes.append(shapes[0] if k_shape is None else _checked("k_shape", k_shape))
     shapes.append(shapes[1] if v_shape is None else _checked("v_shape", v_shape))
@@ -235,6 +241,8 @@ def explain(
         heads, key_dim, value_dim = call.k.shape[1], call.head_dim, call.v.shape[3]
         kind = Memory.kind_for(operator, key_dim)
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
+        if held is not None:
+            check_carried(call, held.tokens)
         call = replace(call, held=held, place=place)
         speeds = machines.machine_for(place)
         choice, rows = choose(call, path, machine=speeds), heads if operator.anchor.solves else call.bound.heads
@@ -247,8 +255,30 @@ def explain(
         dtype=str(dtype).removeprefix("torch."), plan=choice, memory_kind=kind if one is not None else "none",
         memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
         moves=operator.replace(link=operator.link.sized(key_dim).spread(rows)).moves(), machine=_machine(speeds, place),
-        coverage=None if sample is None else measured(operator, *sample, causal=causal),
+        coverage=None if sample is None else _covered(operator, sample, call, causal, scale),
     )  # fmt: skip
+
+
+def _covered(
+    operator: Operator, sample: tuple[Tensor, Tensor], call: Call, causal: bool, scale: float | None
+) -> Coverage:
+    """What the sparse path finds of a sample for the call."""
+    q, k = sample
+    check_tensors("explain", {"the sample's q": q, "the sample's k": k})
+    assert call.raw is not None
+    if (q.shape, k.shape) != (call.raw.q.shape, call.raw.k.shape):
+        raise ArgumentError(
+            f"explain: sample must have the call's shapes, {tuple(call.raw.q.shape)} and {tuple(call.raw.k.shape)}, "
+            f"received {tuple(q.shape)} and {tuple(k.shape)}."
+        )
+    return measured(operator, q, k, causal=causal, cu_seqlens=call.visibility.edges, scale=scale)
+
+
+def _place(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"explain: device must be one of torch such as 'cpu', received {device!r}.") from error
 
 
 def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -272,7 +302,7 @@ def _call(
             for shape in shapes
         )
         mask = torch.empty(k.shape[0], k.shape[2], dtype=torch.bool, device="meta") if key_padding else None
-        edges = None if packed is None else torch.as_tensor(packed, dtype=torch.int64)
+        edges = None if packed is None else torch.as_tensor(packed)
         return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges, scale=scale)
 
 
@@ -367,7 +397,9 @@ class Plan:
                 )
             if call.empty:
                 return choose(call, "dense").routes[0].run(call)[0]
-            y = run(self.explanation.plan, call)[0]
+            # what the plan chose may know no transforms and no tangents
+            again = torch_func.active() or torch_func.forward()
+            y = run(choose(call, self.path) if again else self.explanation.plan, call)[0]
         if kernel is None and not torch.compiler.is_compiling() and self._plain(q, k, v):
             self._kernel = self._made(call)
         return y

@@ -25,6 +25,8 @@ class Masses(NamedTuple):
 
 
 NO_MASSES = Masses()
+_FORGOTTEN = -1e3
+"""The least log decay that counts: its exp is 0 in float64, too."""
 
 
 def marginals_of(
@@ -144,21 +146,24 @@ def without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
 def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
     """The log decay of each key (B or 1, Hkv, S), 0 on padding: the given one, else that of a declared decay."""
     if given is not None:
-        decay = given.double()
         if torch_func.mapped(given):
             raise ArgumentError(
                 "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
                 "Fold that axis into the batch."
             )
-        require_values(
-            ~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values."
-        )
+        decay = given.double()
     elif bound.log_decay is not None:
         decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:
         return None
-    # a padded token is no step in time, whatever it holds
-    return decay if padding is None else torch.where(padding[:, None], decay, 0.0)
+    if padding is not None:  # a padded token is no step in time, whatever it holds
+        decay = torch.where(padding[:, None], decay, 0.0)
+    if given is None:
+        return decay
+    require_values(
+        (decay <= 0).all(), "attention: log_decay must be <= 0 (a rate from 0 to 1), received positive values or NaN."
+    )
+    return decay.clamp_min(_FORGOTTEN)  # running sums through infinity or 1e9 lose what comes after it
 
 
 def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:

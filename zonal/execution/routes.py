@@ -29,14 +29,13 @@ from zonal.execution.paths import (
     tree,
 )
 from zonal.execution.paths.dense import dense
+from zonal.execution.paths.sums import Runner
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory
 
 Result = tuple[Tensor, Memory | None]
 """y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
-Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-"""q, k, v -> y; None where the environment has switched compiled kernels off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +94,11 @@ def _weights(call: Call, path: str) -> str | None:
         "it never holds the weights that dropout sets to zero. Set dropout to 0, and apply nn.Dropout to what the "
         "layer returns"
     )
+
+
+def _tangents(path: str) -> str | None:
+    """Why a path cannot carry the tangents of forward-mode derivatives, where some may come, or None."""
+    return "it has no forward-mode derivative" if path != "dense" and torch_func.forward() else None
 
 
 def _untransformed(call: Call, why: str) -> str | None:
@@ -271,7 +275,8 @@ class Asked(NamedTuple):
 
 def asked(call: Call, path: str | None = None) -> Asked:
     """Ask every path (or one), and every route of those that can run the call, once."""
-    reasons = {name: _weights(call, name) or PATHS[name](call) for name in (PATHS if path is None else (path,))}
+    asked_for = PATHS if path is None else (path,)
+    reasons = {name: _weights(call, name) or _tangents(name) or PATHS[name](call) for name in asked_for}
     routes: list[Route] = []
     without: dict[Route, str] = {}
     family, cuda = call.tags.family, call.device.type == "cuda"
@@ -292,4 +297,4 @@ def asked(call: Call, path: str | None = None) -> Asked:
     return Asked(tuple(routes), refused, without)
 
 
-__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "Runner", "asked"]
+__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "asked"]

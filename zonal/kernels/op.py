@@ -222,12 +222,14 @@ def recorded(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether these are CPU tensors without tracers or modes, so that a short call can skip torch's operators."""
+    """Whether these are CPU tensors without tracers, modes or tangents, so that a short call can skip torch's
+    operators.
+    """
     return _plain(tensors)
 
 
 def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    if _compiling() or _tracing() is not None or _modes() or _transformed():
+    if _compiling() or _tracing() is not None or _modes() or _transformed() or torch_func.forward():
         return False
     for x in tensors:
         if x is not None and ((type(x) is not Tensor and type(x) is not torch.nn.Parameter) or not x.is_cpu):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, empty_memory, tail
+from zonal.execution.call import Call, check_carried, check_memory, empty_memory, tail
 from zonal.execution.paths.blocks import Statistics
 from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
@@ -63,13 +63,10 @@ def chunked(
     """
     if block is not None and block < 1:
         raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
-    if return_memory and memory is None and not call.visibility.packed:
+    if return_memory and memory is None:
+        check_carried(call, 0)
         memory = empty_memory(call)
-    if call.visibility.packed and (memory is not None or return_memory):
-        raise ArgumentError(
-            "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory."
-        )
-    if call.visibility.packed:
+    if call.visibility.packed and memory is None:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
     if call.causal and call.q.shape[2] > tokens.length:
@@ -93,10 +90,11 @@ def chunked(
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
     """(keys of this run, the memory before them). Tokens that waited for their chunk to end come first again."""
     tokens = call.new_tokens
-    if memory is None:
-        return tokens, None
-    check_memory(call, memory)
-    dtype = memory.form.statistics
+    if memory is not None:
+        check_memory(call, memory)
+        dtype = memory.form.statistics
+    else:
+        dtype = torch.float64 if call.tags.cancels else tokens.k.dtype
     tokens = tokens._replace(
         k=tokens.k.to(torch.promote_types(tokens.k.dtype, dtype)),
         v=tokens.v.to(torch.promote_types(tokens.v.dtype, dtype)),

@@ -88,6 +88,8 @@ def measured(
     *,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
     rows: int = 256,
     seed: int = 0,
 ) -> Coverage:
@@ -98,7 +100,9 @@ def measured(
     Raises: ArgumentError for arguments that do not fit, for an operator that the sparse path cannot run, and when no
         query sees a key.
     """
-    call = prepare(operator, q, k, k, causal=causal, key_padding_mask=key_padding_mask)
+    call = prepare(
+        operator, q, k, k, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale
+    )
     reason = refusal(call)
     if reason is not None:
         raise ArgumentError(f"coverage: operator {operator.name!r} has no sparse path to measure: {reason}.")

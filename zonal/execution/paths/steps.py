@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.bound import Bound
 from zonal.algebra.score import Clipped
@@ -80,7 +81,7 @@ def _refusal(family: Family, call: Call, kind: str, kinds: tuple[str, ...], othe
 def _unfit(call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     # as they came: this kernel prepares them itself
     given = (call.tokens if call.raw is None else call.raw)[:3]
-    if traced() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
+    if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
     if kind not in kinds:
         return f"a memory of kind {kind!r} is not in it"

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.errors import ArgumentError
 from zonal.execution.call import Call, Held, check_memory, empty_memory, tail
 from zonal.execution.paths import steps
 from zonal.execution.paths.documents import by_document
@@ -96,11 +95,7 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     """y (B, H, T, P) by torch, and the memory after the call's tokens. The given memory (None = an empty one) is not
     changed.
     """
-    if call.q.shape[2] > 1 and call.visibility.packed:
-        if memory is not None or return_memory:
-            raise ArgumentError(
-                "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory."
-            )
+    if call.visibility.packed and memory is None and not return_memory:
         return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None
     if memory is None:
         # a memory that nobody will see may keep the computing type

@@ -60,6 +60,8 @@ def sums(s: Shape) -> Work:
     (features, trivial), heads, kv = features_of(s), s.batch * s.heads, s.batch * s.kv_heads
     found = feature_map(s.bound.link)
     assert found is not None
+    alone = s.tags.family == "sums" and not (s.past or s.keeps)
+    itemsize = 8 if alone and s.tags.cancels else s.itemsize
     length = s.keys // s.documents
     fresh = s.tied and not s.past and not s.keeps
     block = block_size(found, (s.batch, s.heads, length, s.dim, s.value_dim), fresh)
@@ -84,8 +86,9 @@ def sums(s: Shape) -> Work:
         peak += heads * s.queries * (s.dim + s.width) + kv * s.keys * (s.dim + s.width)
         peak += state * (kept + 3) * carried + 2 * scratch
         calls, steps = calls * 3.0, steps * 3.0
-    moved = (2 * steps + numbers_of_tokens(s) * s.back) * s.itemsize
-    return Work(multiply_adds * s.back, moved, peak * s.itemsize, calls, buffer=scratch * s.itemsize)
+    moved = (2 * steps + numbers_of_tokens(s) * s.back) * itemsize
+    multiply_adds *= s.back * itemsize / s.itemsize
+    return Work(multiply_adds, moved, peak * itemsize, calls, buffer=scratch * itemsize)
 
 
 def _near(s: Shape) -> Shape:

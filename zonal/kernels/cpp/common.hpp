@@ -225,7 +225,7 @@ struct Shared {
 };
 
 // the position of query 0 among the keys
-inline int64_t first_position(const Call& c) { return c.causal || c.chunk > 0 || c.left >= 0 ? c.S - c.T : 0; }
+inline int64_t first_position(const Call& c) { return c.S - c.T; }
 
 // the keys [lo, hi) that query t of the document [start, end) may see before the mask
 void interval(const Call& c, int64_t t, int64_t start, int64_t end, int32_t* lo, int32_t* hi) {
