@@ -64,20 +64,20 @@ def test_an_action_mask_weighs_the_sums() -> None:
     ],
 )
 def test_weights_of_keys_on_every_path(name: str, path: str) -> None:
-    """Masks and gates with padding, on every form; what is not stored may be anything."""
+    """Masks and gates with padding, on every form; what is not stored and what padding holds may be anything."""
     operator, tensors = randomised(m.resolve(name)), sample()
     gate = torch.rand(2, 2, 23, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
     q, k, v = tensors
     stored, real = some(), some(share=0.8)
     poison = v.masked_fill(~stored[:, None, :, None], float("nan"))
 
-    def run(path: str, v: Tensor) -> Tensor:
+    def run(path: str, v: Tensor, gate: Tensor = gate) -> Tensor:
         return zonal.attention(
             q, k, v, operator, causal=True, action_mask=stored, key_gate=gate, key_padding_mask=real, path=path
         )
 
     assert_same(run(path, v), run("dense", v), [*tensors, gate, *operator.parameters()])
-    assert torch.equal(run(path, poison), run(path, v))
+    assert torch.equal(run(path, poison, gate.masked_fill(~real[:, None], float("nan"))), run(path, v))
 
 
 @pytest.mark.parametrize("power", [0, 1, (0, 2, 1, 1)])

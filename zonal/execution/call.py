@@ -404,7 +404,10 @@ def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, wh
         return call
     batch, _, _, keys, _, _ = call.shape
     shape = batch, call.bound.kv_heads, keys
-    check_weights("attention", call.operator, shape, action_mask, key_gate, call.visibility.key_mask, whole)
+    real = call.visibility.key_mask
+    check_weights("attention", call.operator, shape, action_mask, key_gate, real, whole)
+    if key_gate is not None and real is not None:  # padding enters no product
+        key_gate = key_gate.masked_fill(~real[:, None], 0)
     return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 

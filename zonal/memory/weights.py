@@ -8,6 +8,11 @@ from zonal.errors import ArgumentError
 from zonal.typed import check_tensors
 
 
+def weighs_keys(operator: Operator) -> bool:
+    """Whether the operator has keys that a gate or an action mask can weigh: a ridge read-out of the plain product."""
+    return operator.anchor.solves and operator.score.plain and operator.link.linear
+
+
 def check_weights(
     call: str,
     operator: Operator,
@@ -25,8 +30,7 @@ def check_weights(
     batch, _, tokens = shape
     check_tensors(call, {"action_mask": action_mask, "key_gate": key_gate}, optional=True)
     for name, given in (("action_mask", action_mask), ("key_gate", key_gate)):
-        plain = operator.anchor.solves and operator.score.plain and operator.link.linear
-        if given is not None and not plain:
+        if given is not None and not weighs_keys(operator):
             raise ArgumentError(
                 f"{call}: {name} weighs the keys of ridge and Koopman read-outs of the plain product "
                 f"(mechanisms.ridge, ska), and operator {operator.name!r} "
@@ -66,4 +70,4 @@ def weighed(k: Tensor, v: Tensor, action_mask: Tensor | None, key_gate: Tensor |
     return k, v
 
 
-__all__ = ["check_weights", "weighed"]
+__all__ = ["check_weights", "weighed", "weighs_keys"]

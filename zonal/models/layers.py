@@ -9,8 +9,8 @@ import torch
 from zonal import mechanisms
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import spec as specs
+from zonal.memory.weights import weighs_keys
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, Mixture, TokenMixer
-from zonal.nn.requirements import weighs_keys
 
 _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
     "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet,

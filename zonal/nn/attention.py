@@ -17,7 +17,7 @@ from zonal.execution.call import Call, prepare, weighted
 from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
 from zonal.memory import Criterion, KeyValues, Memory, Reading
-from zonal.memory.weights import weighed
+from zonal.memory.weights import weighed, weighs_keys
 from zonal.nn import crossing, requirements
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
@@ -168,7 +168,7 @@ class Attention(TokenMixer):
 
     @property
     def chooses(self) -> bool:
-        return requirements.weighs_keys(self.operator)
+        return weighs_keys(self.operator)
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights. A score whose size depends on the layer is initialised here, too; other learned parameters

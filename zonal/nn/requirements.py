@@ -10,6 +10,7 @@ from zonal.algebra.operator import LayerInit
 from zonal.algebra.prior import Causal, ChunkCausal, Window
 from zonal.algebra.refusals import LEAK
 from zonal.errors import ArgumentError, unknown_name
+from zonal.memory.weights import weighs_keys
 
 
 def sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -57,11 +58,6 @@ def check_start(init: LayerInit, qk_dim: int, head_dim: int, *, dim: int, contex
                 f"received qk_dim={qk_dim} and head_dim={head_dim}. Choose smaller ones, because keys of "
                 f"more than {name} numbers still have only {name} directions, or init='default'."
             )
-
-
-def weighs_keys(operator: Operator) -> bool:
-    """Whether a key gate or an action mask can weigh the operator's keys (``zonal.memory.weights``)."""
-    return operator.anchor.solves and operator.score.plain and operator.link.linear
 
 
 def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: bool, key_gate: bool) -> None:
@@ -119,4 +115,4 @@ def check_mass(
         )
 
 
-__all__ = ["check_mass", "check_operator", "check_settings", "check_start", "sizes_of_heads", "weighs_keys"]
+__all__ = ["check_mass", "check_operator", "check_settings", "check_start", "sizes_of_heads"]
