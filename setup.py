@@ -33,7 +33,8 @@ def compiled() -> Path | None:
     folder = Path(tempfile.mkdtemp(prefix="zonal-kernels-"))
     try:
         if compiler is None:
-            raise build.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
+            looked_for = os.environ.get("CXX") or "g++, clang++, c++"
+            raise build.BuildError(f"no C++ compiler was found (looked for {looked_for}).")
         build.version(compiler)
         jobs = [
             (formula, source, isa)

@@ -112,7 +112,7 @@ SLOW: frozenset[str] = frozenset(
         "training/test_search.py::test_a_stop_is_a_stop_and_a_budget_an_end",
         "training/test_search.py::test_killed_and_gone_on_is_the_same_search",
         "cli/test_presets.py::test_a_page_with_the_papers_numbers",
-        "kernels/test_cpp.py::test_a_damaged_library_is_compiled_again",
+        "kernels/test_compiling.py::test_a_damaged_library_is_compiled_again",
         "kernels/test_decode.py::test_a_long_chain_does_not_drift",
         "test_benchmarks.py::test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel",
         "test_benchmarks.py::test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel",

@@ -1,18 +1,9 @@
-"""The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's
-machinery).
-"""
+"""The compiled CPU kernel: against the float64 definition, and what surrounds it (falling back, torch's machinery)."""
 
 import copy
-import hashlib
 import importlib
-import json
-import os
-import stat
 import sys
-import time
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,14 +18,13 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
-from zonal.errors import MissingKernelsWarning, PathError
+from zonal.errors import PathError
 from zonal.execution import plan
 from zonal.execution.call import prepare
 from zonal.execution.paths import distance
 from zonal.execution.paths import tile as tile_path
 from zonal.execution.paths.dense import weights
-from zonal.formula import FORMULAS, Formula
-from zonal.kernels import build
+from zonal.formula import FORMULAS
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
 from zonal.kernels.op import encode
@@ -362,6 +352,42 @@ def test_infinite_biases_hide_keys(link_name: str, hidden: str) -> None:
         assert (a - b).abs().max() <= 1e-5 * (1 + b.abs().max())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["exp", "identity"])
+def test_a_prior_that_is_not_finite_stays_with_the_queries_that_see_its_key(name: str, value: float) -> None:
+    (q, k, v), col = (x.detach() for x in sample(50)), torch.zeros(2, 4, 50, dtype=torch.float64)
+    inputs = TileInputs(q, k, v, torch.ones(4), torch.empty(4, 0), col=col)
+    spec = TileSpec(FORMULAS[name], "row" if name == "exp" else "raw")
+    expected = tile(inputs, spec)[0]
+    col[..., 30] = value
+    y = tile(inputs, spec)[0]
+    assert torch.equal(y[:, :, :30], expected[:, :, :30])
+    assert value == float("inf") or y[:, :, 30:].isnan().all()
+
+
+def test_a_series_of_any_length_is_learned() -> None:
+    count, (q, k, v) = 48, (torch.nn.functional.normalize(x.detach(), dim=-1) for x in sample(70, heads=2))
+    c = (0.5 ** torch.arange(count)).expand(2, -1).clone().requires_grad_()
+    spec = TileSpec(FORMULAS["polynomial"], "raw", learned=count)
+    (found,) = torch.autograd.grad(tile(TileInputs(q, k, v, torch.ones(2), c), spec)[0].sum(), c)
+    score = q.double() @ k.double().mT
+    expected = torch.stack([((score**i).tril() @ v.double()).sum((0, 2, 3)) for i in range(count)], -1)
+    assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("softmax", "tiled"), ("rewa", "tiled"), ("linear", "chunked"), ("ska", "chunked")]
+)
+def test_a_sign_that_is_not_in_memory_counts(name: str, path: str) -> None:
+    """As of torch's imag of a conjugate, which is a view of the numbers with the other sign."""
+    tensors = [x.detach() for x in sample(40)]
+    y, expected = (
+        zonal.attention(*(negated(x) for x in tensors), name, causal=True, path=path)
+        for negated in (torch._neg_view, torch.neg)
+    )
+    assert torch.equal(y, expected)
+
+
 def test_decay_of_a_long_sequence_keeps_its_digits() -> None:
     """Running sums of ten thousand steps are taken off from each other in float64."""
     operator = m.softmax(prior=prior.Decay(rates=(0.5, 0.9), learn=False)).replace(anchor=anchor.Raw()).float()
@@ -396,117 +422,6 @@ def test_export() -> None:
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     assert any("zonal.tile" in str(node.target) for graph in graphs for node in graph.nodes)
     assert torch.allclose(program.module()(other), layer(other), atol=1e-6)
-
-
-# -- compiling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    native_kernels.forget()
-    yield tmp_path / "kernels"
-    native_kernels.forget()
-
-
-def test_built_once_and_kept(empty_cache: Path) -> None:
-    code = tile_path.code_of(link.Identity())
-    assert code is not None
-    assert not native_kernels.built(code, "ridge_decode")
-    path = native_kernels.build(code, "ridge_decode")
-    stamp = path.stat().st_mtime_ns
-    assert native_kernels.built(code, "ridge_decode")
-    assert native_kernels.build(code, "ridge_decode") == path
-    assert path.stat().st_mtime_ns == stamp
-    assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".lock", ".so"]  # nothing half written stays
-    # other formulas, flags or compilers are other libraries
-    assert native_kernels.target(replace(code, cpp_value="x * x"), "ridge_decode") != path
-
-
-def test_two_that_need_a_library_at_once_compile_it_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    code = FORMULAS["exp"]
-
-    def make(compiler: str, code: Formula, source: str, isa: build.InstructionSet, library: Path) -> None:
-        made.append(library)
-        time.sleep(0.2)
-        library.write_bytes(b"library")
-        library.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(b"library").hexdigest()}))
-
-    monkeypatch.setattr(build, "make", make)
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: native_kernels.build(code), range(3)))
-    assert made == [native_kernels.target(code)]
-    assert found == made * 3
-
-
-def test_a_damaged_library_is_compiled_again(empty_cache: Path) -> None:
-    code = tile_path.code_of(link.Identity())
-    assert code is not None
-    path = native_kernels.build(code, "decode")  # the smallest source
-    record = path.with_suffix(".json")
-    data, about = path.read_bytes(), record.read_text()
-    flipped = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
-    for content, words in ((data[:1000], about), (data, "[1]"), (data, None), (flipped, about)):
-        assert native_kernels.built(code, "decode") == path
-        path.write_bytes(content)
-        record.unlink() if words is None else record.write_text(words)
-        assert native_kernels.built(code, "decode") is None
-        if content is not flipped:
-            path.write_bytes(data)
-            record.write_text(about)
-    left = path.with_name(f".{path.stem}.abc")  # of a compiler that was killed
-    left.mkdir()
-    (left / "link.cpp").touch()
-    with pytest.warns(UserWarning, match="damaged and is compiled again"):
-        native_kernels.build(code, "decode")
-    assert not left.exists()
-    assert native_kernels.built(code, "decode") == path
-    native_kernels.load(code, "decode")
-
-
-def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, tensors = m.sko(degrees=(2.0,)), sample(40)
-    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
-    monkeypatch.setenv("CXX", str(empty_cache / "nowhere"))
-    native_kernels.say_once.cache_clear()
-    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
-        zonal.attention(*tensors, operator, causal=True, path="tiled")
-    assert len(said) == 1
-    with warnings.catch_warnings():  # and not again
-        warnings.simplefilter("error")
-        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
-    page = zonal.explain(operator, tensors[0].shape, causal=True)
-    assert "no C++ compiler was found" in page.tiles
-    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
-        native_kernels.build(tile_path.code_of(operator.link))  # type: ignore[arg-type]
-
-
-def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, tensors = m.sko(degrees=(2.0,)), sample(40)
-    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
-    fake = empty_cache.parent / "g++"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo fake 1.0; exit 0; }\necho "error: out of order" >&2\nexit 3\n'
-    )
-    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("CXX", str(fake))
-    with pytest.warns(
-        UserWarning, match=r"torch's tiles run in place .* failed on link 'polynomial' \(exit 3\): error: out of order"
-    ):
-        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
-    assert "out of order" in zonal.explain(operator, tensors[0].shape, causal=True).tiles
-    assert not list((empty_cache).glob("*.so"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind this user")
-def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
-    empty_cache.parent.chmod(0o500)
-    with pytest.raises(build.BuildError, match=r"could not be written .* Set ZONAL_CACHE"):
-        native_kernels.build(tile_path.code_of(link.Identity()))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,15 @@ def test_decays_that_tokens_come_with(name: str, steps: list[int]) -> None:
     assert torch.allclose(memory.tensors()["total"], decay.sum(-1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("make", [m.squared_affine, lambda: m.ska(power=1)], ids=["sums", "ridge"])
+@torch.no_grad()
+def test_a_sign_that_is_not_in_memory_counts(make: Callable[[], Operator]) -> None:
+    """As of torch's imag of a conjugate, which is a view of the numbers with the other sign."""
+    operator, tensors = make(), [x.float() for x in draw(SHAPES["grouped"], 5)]
+    y, expected = (pieces(operator, [f(x) for x in tensors], (1, 4))[0] for f in (torch._neg_view, torch.neg))
+    assert torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("name", ["squared_affine", "squared_affine-count", "linear", "sko-3", "retention"])
 def test_steps_are_what_chunked_and_the_verbs_give(name: str) -> None:
     """Two paths and the memory's own absorb and read: one function, and memories that go on from each other."""

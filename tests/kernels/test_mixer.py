@@ -2,8 +2,11 @@
 strides, parts.
 """
 
+import sys
+
 import pytest
 import torch
+from kernels.processes import python
 
 from zonal.errors import PathError
 from zonal.kernels import native as native_kernels
@@ -215,6 +218,26 @@ def test_second_derivatives_are_refused():
     for y in (module(x)[0], norm(x.unflatten(2, (2, 2)), x)):
         with pytest.raises(PathError, match="ZONAL_KERNELS=off"):
             torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its limit of memory")
+def test_memory_that_runs_out_is_an_error(tmp_path):
+    """In a process whose memory holds the gradients of a row, but not what they are made in."""
+    code = (
+        "import resource, torch\n"
+        "from zonal.kernels.mixer import NormInputs, NormSpec, _norm_backward\n"
+        "def back(width):\n"
+        "    y, z = torch.ones(1, 1, 1, width), torch.ones(1, 1, width)\n"
+        "    inputs = NormInputs(y, None, z, None, z[0, 0])\n"
+        "    return lambda: _norm_backward((z,), inputs, (z,), NormSpec(1, 1e-5), set())\n"
+        "back(8)()\n"
+        "large = back(1 << 22)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), resource.RLIM_INFINITY))\n"
+        "large()"
+    )
+    done = python("-c", code, interpret=False, cache=tmp_path)
+    assert "MemoryError: nn: the CPU kernel could not allocate its buffers" in done.stderr, done.stderr[-2000:]
 
 
 def test_a_fault_in_the_kernel_is_found(monkeypatch):

@@ -100,6 +100,8 @@ def test_arguments_refuse_members_and_tensors_of_another_kind() -> None:
         call.fill("out", torch.zeros(2, 4))
     with pytest.raises(TypeError, match="of shape"):
         call.point("a", torch.zeros(2, 4))
+    with pytest.raises(TypeError, match="the negative bit"):
+        call.fill("out", torch._neg_view(torch.zeros(2, 4, dtype=torch.float64)))
 
 
 def test_rules_travel_as_plain_values() -> None:

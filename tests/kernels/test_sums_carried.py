@@ -20,6 +20,7 @@ from zonal import mechanisms as m
 from zonal.execution.call import prepare
 from zonal.execution.paths import sums as sums_path
 from zonal.execution.paths import tile as tile_path
+from zonal.formula import FORMULAS
 from zonal.kernels import native as native_kernels
 from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
 from zonal.memory.sums import anchored
@@ -433,6 +434,32 @@ def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(
     for y in found:
         assert torch.equal(y.isnan().any(-1), lost)
     torch.testing.assert_close(found[0][~lost], found[1][~lost], rtol=0, atol=0.02)
+
+
+def causal_inputs(dim: int, coefficients: Tensor, **given: Tensor) -> SumsInputs:
+    """A causal call of one head with 40 tokens, whose link is a polynomial."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (2 * torch.rand(1, 1, 40, n, generator=generator) - 1 for n in (dim, dim, 3))
+    ends = torch.arange(41)
+    return SumsInputs(q, k, v, torch.ones(1), coefficients, coefficients, lo=ends[:-1] * 0, hi=ends[1:], **given)
+
+
+def test_a_log_decay_that_is_no_number_leaves_none() -> None:
+    """Of the rows after it, which weigh keys by it."""
+    decay = torch.full((1, 1, 40), -0.1, dtype=torch.float64)
+    decay[..., 5] = float("nan")
+    given = causal_inputs(8, torch.tensor([[0.0, 1.0]]), log_decay=decay)
+    y = sums(given, SumsSpec(FORMULAS["polynomial"], 1, 0, "raw"))[0]
+    assert torch.equal(y.isnan().any(-1)[0, 0], torch.arange(40) >= 5)
+
+
+def test_a_series_of_any_length_is_learned() -> None:
+    c = (0.5 ** torch.arange(48))[None].requires_grad_()
+    given = causal_inputs(1, c)
+    (found,) = torch.autograd.grad(sums(given, SumsSpec(FORMULAS["polynomial"], 47, 0, "raw", learned=48))[0].sum(), c)
+    score = given.q.double() @ given.k.double().mT
+    expected = torch.stack([((score**i).tril() @ given.v.double()).sum() for i in range(48)])
+    assert (found - expected).abs().max() < 1e-4
 
 
 def test_negative_sums_of_a_positive_link_are_no_numbers() -> None:

@@ -6,10 +6,11 @@ import importlib.util
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from kernels.processes import CUDA, ROOT, ahead, asked, fitting, judged, no_device
+from kernels.processes import CUDA, ROOT, ahead, asked, fitting, judged, no_device, python
 from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 
 import zonal
@@ -87,6 +88,44 @@ def test_everything_is_there() -> None:
         if getattr(case.rules, name)
     }
     assert found == {(anchor, kind) for anchor in (Row, Count, Raw) for kind in kinds}
+
+
+def test_biases_and_signs_in_the_interpreter(tmp_path: Path) -> None:
+    """A bias of -infinity hides a key as a mask does, also in the sums at borders; one of NaN makes NaN of the rows
+    that see its key. A sign that is not in memory, as of torch's imag of a conjugate, counts.
+    """
+    done = python("-c", HIDING, interpret=True, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+HIDING = """
+import torch
+from kernels.interpreted import mend
+from zonal.formula import FORMULAS
+from zonal.kernels.sums import SumsInputs, SumsSpec
+from zonal.kernels.triton import sums_backward, sums_forward, sums_state
+
+mend()
+sums_state.chunk_of = lambda *call: 16
+torch.manual_seed(0)
+x, ends, one, learned = torch.randn(4, 1, 1, 40, 8), torch.arange(41), torch.ones(1), frozenset(("q", "k", "v"))
+spec = SumsSpec(FORMULAS["identity"], 1, 1, "raw")
+plain = SumsInputs(*x[:3], one, one[:, None][:, :0], torch.tensor([[0.0, 1.0]]), lo=ends[:-1] * 0, hi=ends[1:])
+
+def run(**given):
+    inputs = plain._replace(**given)
+    results = sums_forward.forward(inputs, spec)
+    return results[0], *sums_backward.backward((x[3], None), inputs, results, spec, learned)[:3]
+
+bias, there = torch.zeros(1, 1, 40), torch.ones(1, 40, dtype=torch.bool)
+bias[..., 3], there[:, 3] = float("-inf"), False
+for a, b in zip(run(key_bias=bias), run(key_mask=there), strict=True):
+    torch.testing.assert_close(a, b)
+bias[..., 3] = float("nan")
+assert torch.equal(run(key_bias=bias)[0].isnan().all(-1)[0, 0], ends[:-1] >= 3)
+signs = [run(**{name: negated(getattr(plain, name)) for name in "qkv"}) for negated in (torch._neg_view, torch.neg)]
+assert all(map(torch.equal, *signs))
+"""
 
 
 # ---- which calls come here ----

@@ -200,13 +200,15 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strid
         x.dtype is dtype
         and x.shape == shape
         and x.is_cpu
+        and not x.is_neg()
         and (x.is_contiguous() or (strided and (shape[-1] <= 1 or x.stride(-1) == 1)))
     ):
         return x.data_ptr()
     raise TypeError(
         f"kernel: a buffer must be {dtype} of shape {tuple(shape)} on the CPU and "
         f"{'contiguous in its last axis' if strided else 'contiguous'}, "
-        f"received {x.dtype} of shape {tuple(x.shape)} on {x.device} with strides {x.stride()}."
+        f"received {x.dtype} of shape {tuple(x.shape)} on {x.device} with strides {x.stride()}"
+        f"{' and the negative bit' if x.is_neg() else ''}."
     )
 
 
@@ -222,12 +224,13 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as the kernels read small tensors: contiguous, of one type."""
+    x = x.resolve_neg()  # a view like torch's imag of a conjugate has its sign in a bit beside its memory
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in ``dtype`` with a last axis of stride 1, as the kernels read it. Other axes stay expanded if they were."""
-    x = x.to(dtype)
+    x = x.resolve_neg().to(dtype)
     if x.shape[-1] <= 1 or x.stride(-1) == 1:
         return x
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])

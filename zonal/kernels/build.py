@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,11 +82,15 @@ class BuildError(ZonalError, RuntimeError):
 
 @functools.lru_cache(maxsize=8)
 def find(chosen: str | None) -> str | None:
-    """The C++ compiler: ``chosen``, or else g++, clang++ or c++; None when there is none."""
-    for name in (chosen,) if chosen else _NAMES:
-        found = shutil.which(name)
-        if found is not None:
-            return found
+    """The command of the C++ compiler: ``chosen``, a program and its options, or else g++, clang++ or c++; None when
+    there is none.
+    """
+    for command in (chosen,) if chosen else _NAMES:
+        with contextlib.suppress(ValueError):  # an open quotation
+            name, *options = [command] if shutil.which(command) else shlex.split(command)
+            found = shutil.which(name)
+            if found is not None:
+                return shlex.join([found, *options])
     return None
 
 
@@ -106,7 +111,7 @@ def understands(compiler: str, isa: InstructionSet) -> bool:
     """Whether a compiler knows an instruction set: not when it takes nothing with its flags and something without."""
 
     def takes(*flags: str) -> bool:
-        command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+        command = [*shlex.split(compiler), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
 
     try:
@@ -133,9 +138,8 @@ def broken(compiler: str) -> str | None:
 def _compiled(compiler: str, options: Sequence[str], text: Path, made: Path, what: str) -> None:
     """Compile a file. what: its name in errors. Raises: BuildError with the compiler's first words when it fails."""
     try:
-        ran = subprocess.run(
-            [compiler, *options, str(text), "-o", str(made)], capture_output=True, text=True, timeout=600, check=False
-        )
+        command = [*shlex.split(compiler), *options, str(text), "-o", str(made)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"build: {compiler} did not finish ({error}).") from error
     if ran.returncode:
@@ -184,7 +188,8 @@ def file_name(code: Formula, source: str, isa: InstructionSet, *more: str) -> st
 def version(compiler: str) -> str:
     """What the compiler says of itself. Raises: BuildError when it does not run."""
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+        command = [*shlex.split(compiler), "--version"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(
             f"build: the C++ compiler {compiler} does not run ({error}). Set CXX to one that does."

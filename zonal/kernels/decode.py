@@ -171,7 +171,7 @@ class Decoder:
         Raises: ArgumentError where all features of some vector are 0 and may not be; nothing has changed then.
         """
         qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
-        if not qs[3] == ks[3] == vs[3] == 1:
+        if not qs[3] == ks[3] == vs[3] == 1 or q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         # Allocated first, in the memory of the state before the last. A small y there would move states to new pages.

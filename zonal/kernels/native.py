@@ -12,7 +12,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-import sys
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -136,10 +136,9 @@ def has_triton() -> bool:
 def say_once() -> None:
     """Warn that torch runs in the place of compiled kernels, at the first call that would have had one."""
     warnings.warn(
-        "zonal: no C++ compiler was found, so torch runs in place of compiled CPU kernels, up to 8 times slower. "
-        "Install g++ or clang++ (or let CXX name a compiler), or install a wheel that carries the kernels "
-        "(pip wheel .). "
-        f"{VARIABLE}=off runs torch without this warning.",
+        f"zonal: no C++ compiler was found ({_looked_for()}), so torch runs in place of compiled CPU kernels, up to 8 "
+        "times slower. Install g++ or clang++ (or let CXX name a compiler), or install a wheel that carries the "
+        f"kernels (pip wheel .). {VARIABLE}=off runs torch without this warning.",
         MissingKernelsWarning,
         stacklevel=3,
     )
@@ -151,7 +150,7 @@ def missing(code: Formula, source: str) -> Reason:
         if not torch.compiler.is_compiling():
             say_once()
         return (
-            "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library "
+            f"no C++ compiler was found ({_looked_for()}; set CXX, or install g++ or clang++) and no good library "
             f"of source {source!r} for link {code.name!r} came with the package"
         )
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -162,8 +161,15 @@ def missing(code: Formula, source: str) -> Reason:
 
 @constant
 def compiler() -> str | None:
-    """The C++ compiler named by the environment variable CXX, else g++, clang++ or c++; None when there is none."""
+    """The command in the environment variable CXX, else g++, clang++ or c++; None when there is no such program."""
     return recipe.find(os.environ.get("CXX") or None)
+
+
+@constant
+def _looked_for() -> str:
+    """Where there is no compiler: what was looked for."""
+    chosen = os.environ.get("CXX")
+    return f"CXX={chosen!r} is no program on the PATH" if chosen else "looked for g++, clang++, c++"
 
 
 # what a choice follows from, beside the family, the type and the files that are there
@@ -226,11 +232,11 @@ def target(code: Formula, source: str = "tile", isa: InstructionSet | None = Non
     path = compiler()
     if path is None:
         raise BuildError(
-            "build: no C++ compiler was found (looked for CXX, g++, clang++, c++). "
-            "Install one, or do without: torch runs instead."
+            f"build: no C++ compiler was found ({_looked_for()}). Install one, or do without: torch runs instead."
         )
     isa = isa or candidates(code, source)[0]
-    name = recipe.file_name(code, source, isa, recipe.version(path), torch.__version__)
+    options = shlex.split(path)[1:]
+    name = recipe.file_name(code, source, isa, recipe.version(path), torch.__version__, *options)
     return cache_folder() / "kernels" / name
 
 
@@ -349,7 +355,13 @@ def _loaded(code: Formula, source: str, isa: InstructionSet) -> ctypes.CDLL:
         raise BuildError(f"build: a kernel for {isa.label} is not loaded: this processor does not report {lacks}.")
     path = build(code, source, isa)
     if path.parent != recipe.SHIPPED:
-        return _opened(path)
+        library = _opened(path)
+        if not _torchs_threads(library):
+            choice.say(
+                f"zonal: what {compiler()} compiles has another OpenMP runtime than torch, so that both start threads "
+                "and slow each other down. Let CXX name a compiler that has torch's (g++ for wheels of PyPI)."
+            )
+        return library
     try:
         library = _opened(path)
         if not _torchs_threads(library):
@@ -365,11 +377,16 @@ def _loaded(code: Formula, source: str, isa: InstructionSet) -> ctypes.CDLL:
 
 
 def _torchs_threads(library: ctypes.CDLL) -> bool:
-    """Whether a library's OpenMP runtime is the one that torch has loaded: the same function at the same place."""
-    if sys.platform == "darwin":  # compiled without
+    """Whether a library's OpenMP runtime is the one that torch has loaded: the same function at the same place.
+
+    Also where that is not known: neither may have one, and torch may lie elsewhere.
+    """
+    try:
+        torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        found = {ctypes.cast(there.omp_get_max_threads, ctypes.c_void_p).value for there in (library, torchs)}
+    except (OSError, AttributeError):
         return True
-    torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    return len({ctypes.cast(there.omp_get_max_threads, ctypes.c_void_p).value for there in (library, torchs)}) == 1
+    return len(found) == 1
 
 
 def _opened(path: Path) -> ctypes.CDLL:

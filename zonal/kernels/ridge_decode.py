@@ -89,7 +89,7 @@ class Stepper:
         """
         batch, heads, kv_heads, dim, value_dim = self.shape
         tokens, qs, ks, vs = q.shape[2], q.stride(), k.stride(), v.stride()
-        if not qs[3] == ks[3] == vs[3] == 1:
+        if not qs[3] == ks[3] == vs[3] == 1 or q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         rows = empty(tokens, batch, kv_heads, self._width, dtype=torch.float64) if after is None else None

@@ -62,12 +62,13 @@ INLINE void each(int64_t n, const F& f) {
   for (; d < n; ++d) f(d, [](const float* p) { return *p; }, [](float* p, float x) { *p = x; });
 }
 
+using Room = std::vector<float>;
+
+// task(batch, range, room) for every range of tokens. Returns 0, or 1 when memory ran out.
 template <typename F>
-void each_range(int64_t batch, int64_t tokens, int64_t channels, const F& task) {
-  const int64_t ranges = (tokens + RANGE - 1) / RANGE, tasks = batch * ranges;
-  // to wake the other threads takes some ten microseconds
-#pragma omp parallel for schedule(dynamic) if (tasks > 1 && batch * tokens * channels > (1 << 15))
-  for (int64_t i = 0; i < tasks; ++i) task(i / ranges, i % ranges);
+int each_range(int64_t batch, int64_t tokens, int64_t channels, const F& task) {
+  const int64_t ranges = (tokens + RANGE - 1) / RANGE;
+  return each_task<Room>(batch * ranges, batch * tokens * channels > (1 << 15), [&](int64_t i, Room& room) { task(i / ranges, i % ranges, room); });
 }
 
 // ---- convolution -------------------------------------------------------------------------------------------------------------------------
@@ -133,8 +134,9 @@ INLINE auto filtered(const Convolution& c, const float* const* rows, int64_t d, 
 }
 
 template <int W>
-void convolve(const Convolution& c, int64_t b, int64_t range, const float* zeros) {
-  const Places places(c, b, zeros);
+void convolve(const Convolution& c, int64_t b, int64_t range, Room& zeros) {
+  zeros.assign(c.channels, 0.f);
+  const Places places(c, b, zeros.data());
   const int64_t t0 = range * RANGE, t1 = std::min(c.T, t0 + RANGE);
   const float* rows[WIDEST];
   for (int64_t place = t0; place < t1; ++place) {
@@ -160,18 +162,18 @@ void convolve(const Convolution& c, int64_t b, int64_t range, const float* zeros
 
 // Gradients of a range. Places a little past its end give gradients to its last tokens, and are made twice; their sums belong to their own range.
 template <int W>
-void convolve_back(const Convolution& c, int64_t b, int64_t range, const float* zeros) {
-  static thread_local std::vector<float> ring;
+void convolve_back(const Convolution& c, int64_t b, int64_t range, Room& room) {
   const int64_t w = W > 0 ? W : c.width;
-  ring.resize(w * BAND);
+  room.assign(w * BAND + std::max(c.channels, BAND), 0.f);
+  float *ring = room.data(), *zeros = ring + w * BAND;
   const Places places(c, b, zeros);
   const int64_t ranges = (c.T + RANGE - 1) / RANGE, t0 = range * RANGE, t1 = std::min(c.T, t0 + RANGE);
   float* sums = c.sums + (b * ranges + range) * (w + 1) * c.channels;
   const float* rows[WIDEST];
   for (int64_t band = 0; band < c.channels; band += BAND) {
     const int64_t size = std::min(BAND, c.channels - band);
-    std::fill(ring.begin(), ring.end(), 0.f);
-    const auto kept = [&](int64_t place) { return ring.data() + (place % w) * BAND; };
+    clear(ring, w * BAND);
+    const auto kept = [&](int64_t place) { return ring + (place % w) * BAND; };
     // what place p's token gets from the windows it is in, p to p + w - 1, once their gradients are there
     const auto give = [&](int64_t p, float* to) {
       const float* from_window[WIDEST];
@@ -286,8 +288,7 @@ void norm(const Gated& c, int64_t b, int64_t range) {
   }
 }
 
-void norm_back(const Gated& c, int64_t b, int64_t range) {
-  static thread_local std::vector<float> room;
+void norm_back(const Gated& c, int64_t b, int64_t range, Room& room) {
   const int64_t all = c.heads * c.width, size = all / c.groups, ranges = (c.T + RANGE - 1) / RANGE, t1 = std::min(c.T, (range + 1) * RANGE);
   room.resize(BLOCK * all);
   float *u = room.data(), *dgain = c.dgain + (b * ranges + range) * all, *dskip = c.dskip == nullptr ? nullptr : c.dskip + (b * ranges + range) * all;
@@ -339,23 +340,14 @@ void norm_back(const Gated& c, int64_t b, int64_t range) {
 }
 
 template <int W>
-void run(const Convolution& c, bool back) {
-  const std::vector<float> zeros(std::max(c.channels, BAND), 0.f);
-  each_range(c.B, c.T, c.channels, [&](int64_t b, int64_t range) {
-    if (back) convolve_back<W>(c, b, range, zeros.data());
-    else convolve<W>(c, b, range, zeros.data());
+int run(const Convolution& c, bool back) {
+  return each_range(c.B, c.T, c.channels, [&](int64_t b, int64_t range, Room& room) {
+    if (back) convolve_back<W>(c, b, range, room);
+    else convolve<W>(c, b, range, room);
   });
 }
 
-int convolution(const Convolution& c, bool back) {
-  try {
-    if (c.width == 4) run<4>(c, back);
-    else run<0>(c, back);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
-}
+int convolution(const Convolution& c, bool back) { return c.width == 4 ? run<4>(c, back) : run<0>(c, back); }
 
 }  // namespace
 
@@ -366,12 +358,10 @@ int zonal_convolution_forward(const Convolution* call) { return convolution(*cal
 int zonal_convolution_backward(const Convolution* call) { return convolution(*call, true); }
 
 int zonal_gated_forward(const Gated* call) {
-  each_range(call->B, call->T, call->heads * call->width, [&](int64_t b, int64_t range) { norm(*call, b, range); });
-  return 0;
+  return each_range(call->B, call->T, call->heads * call->width, [&](int64_t b, int64_t range, Room&) { norm(*call, b, range); });
 }
 
 int zonal_gated_backward(const Gated* call) {
-  each_range(call->B, call->T, call->heads * call->width, [&](int64_t b, int64_t range) { norm_back(*call, b, range); });
-  return 0;
+  return each_range(call->B, call->T, call->heads * call->width, [&](int64_t b, int64_t range, Room& room) { norm_back(*call, b, range, room); });
 }
 }

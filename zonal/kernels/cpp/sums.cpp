@@ -405,7 +405,7 @@ void directly_back(const Task& task, const Span& span, int32_t from, int32_t to,
   const std::vector<Lanes> lanes = all_lanes(task, span, sees);
   const Mark* marks = task.running == nullptr ? nullptr : at.marks;
   const int64_t values = task.p1 - task.p0;
-  V partial[40];
+  std::vector<V> partial(c.learned);
   for (int32_t s0 = from; s0 < to; s0 += BLOCK) {
     const int32_t s1 = std::min(s0 + BLOCK, to);
     pack_rows(task, s0, s1, at.factors, at.rows);
@@ -424,7 +424,7 @@ void directly_back(const Task& task, const Span& span, int32_t from, int32_t to,
             const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
             gradients<decltype(n)::value>(task, g, lanes[number], at.rows + (s - s0) * c.D, at.values + (s - s0) * task.step, first,
                                           at.queries + number * c.low * C + C, more.du_columns + number * task.width * C, s, weights + (s - s0) * C,
-                                          changes + (s - s0) * C, others + (s - s0) * C, into.dcoefficients == nullptr ? nullptr : partial);
+                                          changes + (s - s0) * C, others + (s - s0) * C, into.dcoefficients == nullptr ? nullptr : partial.data());
           });
         std::memset(weights + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
         std::memset(changes + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);

@@ -501,7 +501,7 @@ void pack_marks(const Task& task, int32_t s0, int32_t s1, Mark* marks) {
 // what is left of a key when the queries of half a column stand; later keys count in full, and are not seen
 inline V left_of(const Lanes& lanes, int j, Mark mark) {
   const V exponent = least((lanes.high[j] - mark.high) + (lanes.low[j] - mark.low), V{});
-  return exponent > -126.f ? exp2(exponent) : V{};
+  return exponent <= -126.f ? V{} : exp2(exponent);  // NaN stays
 }
 
 // weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades

@@ -183,21 +183,25 @@ struct Tile {
   };
 
   // The prior comes to W^T of keys [s0, s1), and the column's maximum or mass (``sums``) is taken again from what it was
-  // ``before``. It is a pass of its own, so that the products of other calls are compiled without it.
+  // ``before``. It is a pass of its own, so that the products of other calls are compiled without it. Masked again,
+  // as the prior of keys that a lane does not see may not be finite.
   static APART void tilt(
-      const HeadRules& at, const Prior& prior, int32_t s0, int32_t s1, float* weights, const V (&before)[2],
-      V (&sums)[2]) {
+      const HeadRules& at, const Prior& prior, const Sight& sight, int32_t s0, int32_t s1, float* weights,
+      const V (&before)[2], V (&sums)[2]) {
     for (int j = 0; j < 2; ++j) sums[j] = before[j];
     for (int32_t s = s0; s < s1; ++s, weights += C) {
       const int32_t key = at.index[s];
       const float shared = prior.of_key(key);
+      const bool whole = s >= sight.whole_first && s < sight.whole_last;
       for (int j = 0; j < 2; ++j) {
         V w = load(weights + j * L);
 #if ZONAL_LOG
         w += prior(j, key, shared);
+        if (!whole) w = seen(sight, j, s) ? w : spread(NONE);
         sums[j] = most(sums[j], w);
 #else
         w *= prior_value(prior(j, key, shared));
+        if (!whole) w = seen(sight, j, s) ? w : V{};
         if (!PAIRS) sums[j] += w;
 #endif
         store(weights + j * L, w);
@@ -218,7 +222,7 @@ struct Tile {
       with_rows<R>(std::min<int>(R, s1 - s), [&](auto n) {
         weigh<decltype(n)::value>(c, at, block, sight, q, s, room.weights + (s - s0) * C, column);
       });
-    if (q.prior.there) tilt(at, q.prior, s0, s1, room.weights, before, sums);
+    if (q.prior.there) tilt(at, q.prior, sight, s0, s1, room.weights, before, sums);
 #if ZONAL_LOG
     exponentials<!PAIRS>(before, keys, c.P, room.weights, out, column);
 #endif
@@ -459,8 +463,9 @@ struct Tile {
       sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
       reach.add(sights[i]);
     }
-    V partial[40], lanes[2 * BANDS];
-    if (others.c != nullptr) others.partial = partial;
+    std::vector<V> partial(c.learned);
+    V lanes[2 * BANDS];
+    if (others.c != nullptr) others.partial = partial.data();
     others.lanes = lanes;
     for (int32_t s0 = reach.first / W * W, s1; s0 < reach.last; s0 = s1) {
       s1 = std::min(s0 / KEYS * KEYS + KEYS, reach.last);

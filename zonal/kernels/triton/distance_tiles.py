@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zonal.formula import Term
+from zonal.kernels.abi import plain
 from zonal.kernels.distance import DistanceInputs, DistanceSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
@@ -494,7 +495,7 @@ def call(inputs: DistanceInputs, spec: DistanceSpec) -> DistanceCall:
     metric = metric_of(spec)
     prepared = tiles.call(inputs.tiles, spec.rules)
     (q, k, _, weights, *_) = inputs
-    return DistanceCall(prepared, metric, noted(q, metric), noted(k, metric), weights.float().contiguous())
+    return DistanceCall(prepared, metric, noted(q, metric), noted(k, metric), plain(weights, torch.float32))
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:

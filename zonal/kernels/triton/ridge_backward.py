@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zonal.kernels.abi import plain
 from zonal.kernels.op import Gradients, Results
 from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import ridge_state, tiles
@@ -216,7 +217,7 @@ def backward_in(
     with tiles.on(q.device):
         call = ridge_state.prepare(inputs, spec, double)
         found = ridge_state.known(call, inputs.rho, before)
-        dy = dy.to(call.number).contiguous()
+        dy = plain(dy, call.number)
         xs, us = row_solves(call, found, dy, q, scale, power)
         state, shape, table = call.state(call.number), call.shape, call.places.table
         lines, programs = q.shape[0] * q.shape[1], call.lines * shape.blocks
@@ -284,7 +285,7 @@ def row_solves(
             lines,
             found.rows,
             found.start,
-            scale.to(call.number).contiguous(),
+            plain(scale, call.number),
             call.places.hi,
             call.places.table,
             shape,

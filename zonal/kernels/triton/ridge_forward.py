@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from zonal.kernels.abi import plain
 from zonal.kernels.op import Results
 from zonal.kernels.ridge import RidgeInputs, RidgeSpec
 from zonal.kernels.triton import ridge_state, tiles
@@ -93,7 +94,7 @@ def forward_in(inputs: RidgeInputs, spec: RidgeSpec, double: bool) -> Results:
                 found.rows,
                 found.start,
                 found.cut,
-                inputs.scale.to(call.number).contiguous(),
+                plain(inputs.scale, call.number),
                 call.places.hi,
                 call.places.table,
                 call.shape,

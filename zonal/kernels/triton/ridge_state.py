@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zonal.kernels.abi import plain
 from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import sizes, tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
@@ -512,8 +513,8 @@ def prepare(inputs: RidgeInputs, spec: RidgeSpec, double: bool) -> RidgeCall:
         number,
         block,
         power > 0,
-        z.contiguous(),
-        v.contiguous(),
+        plain(z, z.dtype),
+        plain(v, v.dtype),
         None if earlier is None else earlier.contiguous(),
         index,
         inputs.segment_start is not None,
@@ -562,7 +563,7 @@ def known(call: RidgeCall, rho: Tensor, before: Before) -> Known:
         )
     carry(call, state, initial, None, False)
     tiles.launch(
-        inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose(shape)
+        inverse_kernel, programs, (state, start, plain(rho, torch.float64), table, shape), constants, choose(shape)
     )
     half, near = (torch.empty(z.shape, dtype=call.number, device=z.device) for _ in range(2))
     gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=call.number, device=v.device) for _ in range(2))

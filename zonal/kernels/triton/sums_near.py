@@ -35,7 +35,8 @@ def marks(fade, line, first, limit, ROWS: tl.constexpr):
 @triton.jit
 def fading(row_whole, row_rest, key_whole, key_rest):
     """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. Finite for hidden pairs too, which are masked."""
-    return tl.exp2(tl.minimum((row_whole - key_whole) + (row_rest - key_rest), 126.0))
+    exponent = (row_whole - key_whole) + (row_rest - key_rest)
+    return tl.exp2(tl.minimum(exponent, 126.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

@@ -517,7 +517,8 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
     def numbers(mark: Tensor, share: Tensor) -> Tensor:
         exponent = mark * tiles.LOG2E.value
         whole = exponent.round()
-        return torch.stack([whole, exponent - whole, share.exp()], 2).flatten(0, 1).float().contiguous()
+        rest = torch.where(whole.isinf(), 0.0, exponent - whole)  # of a bias of -infinity, which hides its key
+        return torch.stack([whole, rest, share.exp()], 2).flatten(0, 1).float().contiguous()
 
     rows = numbers(of_rows, of_rows - of_borders[..., found.border.clamp(max=found.count).long()])
     steps = torch.nn.functional.pad(of_borders.diff(dim=-1), (1, 0)).exp().float().flatten(0, 1).contiguous()

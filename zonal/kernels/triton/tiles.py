@@ -431,6 +431,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 def rows_of(x: Tensor) -> Strided:
     """A tensor (B, H, rows, columns) as kernels take it; copied if a tile of it would span 2^31 elements."""
+    x = x.resolve_neg()
     if max(x.stride()[2:]) >= _WIDEST_STRIDE:
         x = x.contiguous()
     return Strided(x, *x.stride())
