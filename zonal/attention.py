@@ -134,13 +134,13 @@ def attention(
 
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
-    check_carried(call, 0)
     if torch_func.active():
         raise ArgumentError(
             "attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot "
             "be kept. Leave both out."
         )
     if memory is None:
+        check_carried(call, 0)
         memory = empty_memory(call)
     elif not isinstance(memory, Memory):
         raise ArgumentError(

@@ -69,29 +69,35 @@ def test_equal_values_are_within_the_spread():
     assert difference_within_spread(same, same).verdict == "within the spread"
 
 
-def finals(values):
-    """By rate: the values of seeds after 100 steps, None where a seed failed."""
-    return {rate: [value and Final(value, 100) for value in each] for rate, each in values.items()}
+def best(values, **settings):
+    """The best of rates with values of seeds after 100 steps, None where a seed failed."""
+    ended = {
+        rate: {seed: Final(value, 100) for seed, value in enumerate(each) if value is not None}
+        for rate, each in values.items()
+    }
+    return best_learning_rate(ended, (0, 1), **settings)
 
 
 def test_best_learning_rate_is_by_mean():
-    tried = finals({1e-3: [0.5, 0.7], 1e-2: [0.9, 0.2], 3e-3: [0.6, 0.65]})
-    assert best_learning_rate(tried, higher_is_better=True) == 3e-3
-    assert best_learning_rate(tried, higher_is_better=False) == 1e-2
+    tried = {1e-3: [0.5, 0.7], 1e-2: [0.9, 0.2], 3e-3: [0.6, 0.65]}
+    assert best(tried, higher_is_better=True) == 3e-3
+    assert best(tried, higher_is_better=False) == 1e-2
 
 
 def test_a_rate_that_diverged_is_not_best():
-    tried = finals({1e-3: [0.5, 0.5], 1e-2: [0.99, None]})
-    assert best_learning_rate(tried, higher_is_better=True) == 1e-3
-    assert best_learning_rate(finals({1e-3: [None], 1e-2: [0.1]}), higher_is_better=True) == 1e-2
-    assert best_learning_rate(finals({1e-3: [None]}), higher_is_better=True) is None
+    assert best({1e-3: [0.5, 0.5], 1e-2: [0.99, None]}, higher_is_better=True) == 1e-3
+    assert best({1e-3: [0.5, 0.5], 1e-2: [0.99, math.inf]}, higher_is_better=True) == 1e-3
+    assert best({1e-3: [None], 1e-2: [0.1]}, higher_is_better=True) == 1e-2
+    assert best({1e-3: [None]}, higher_is_better=True) is None
 
 
-def test_ties_go_to_the_smaller_rate():
-    assert best_learning_rate(finals({3e-3: [1.0], 1e-3: [1.0]}), higher_is_better=True) == 1e-3
+def test_ties_go_to_more_seeds_then_to_the_smaller_rate():
+    assert best({3e-3: [1.0], 1e-3: [1.0]}, higher_is_better=True) == 1e-3
+    # the third seed does not choose, and shows which rate was chosen
+    assert best({3e-3: [1.0, 1.0, 0.0], 1e-3: [1.0, 1.0]}, higher_is_better=True) == 3e-3
 
 
 def test_beyond_the_stop_the_sooner_rate_is_best():
-    tried = {1e-3: [Final(0.999, 800)], 3e-3: [Final(0.996, 400)], 1e-2: [Final(0.994, 200)]}
-    assert best_learning_rate(tried, higher_is_better=True, stop=0.995) == 3e-3
-    assert best_learning_rate(tried, higher_is_better=True) == 1e-3
+    tried = {1e-3: {0: Final(0.999, 800)}, 3e-3: {0: Final(0.996, 400)}, 1e-2: {0: Final(0.994, 200)}}
+    assert best_learning_rate(tried, (0,), higher_is_better=True, stop=0.995) == 3e-3
+    assert best_learning_rate(tried, (0,), higher_is_better=True) == 1e-3

@@ -7,6 +7,7 @@ import torch
 
 import zonal
 from zonal import mechanisms as m
+from zonal import score
 from zonal.kernels import native as native_kernels
 
 MAKE = {
@@ -104,3 +105,11 @@ def test_a_zero_vector_has_no_gradient(name, path):
     assert torch.isfinite(y).all()
     assert dq[:, :, 7].abs().max() == dk[:, :, 3].abs().max() == 0
     assert dq[:, :, 8].abs().max() > 0
+
+
+@pytest.mark.parametrize("length", [0.05, 1e-3, 1e-8, 1e-10, 1e-30])
+def test_below_eps_a_vector_is_divided_by_eps(length):
+    x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
+    x = length * x / x.norm(dim=-1, keepdim=True)
+    prepared = score.Cosine(eps=0.1).prepare_key(x, {})
+    torch.testing.assert_close(prepared, x / 0.1)

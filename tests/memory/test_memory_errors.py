@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import zonal
 from zonal import mechanisms as m
 from zonal import prior
 from zonal.errors import ArgumentError, NonFiniteError
@@ -106,6 +107,18 @@ def test_positive_decay_is_refused() -> None:
     memory = made(m.linear())
     with pytest.raises(ArgumentError, match="log_decay must be <= 0"):
         memory.absorb(*kv(3, memory), log_decay=torch.ones(2, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ["keys", None])
+@pytest.mark.parametrize("value", [-1e9, -float("inf")])
+def test_a_decay_that_forgets_everything_is_what_it_is_for_attention(kind: str | None, value: float) -> None:
+    operator, generator = m.retention(), torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 9, 4, generator=generator).unbind()
+    decay = -torch.rand(2, 2, 9, generator=generator)
+    decay[..., 4] = value
+    expected = zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path="dense")[:, :, -1:]
+    memory = Memory.empty(operator, 2, 2, 4, 4, kind=kind).absorb(k, v, log_decay=decay)
+    torch.testing.assert_close(memory.read(q[:, :, -1:]), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from zonal.cli.options import (
     STOPPED,
     ModelOptions,
     RunOptions,
-    changed,
     device,
     folder_of,
-    only_resumed,
+    refuse_settings,
     shown,
     title,
     training_steps,
@@ -187,9 +186,9 @@ def execute(
 def run(options: Compare, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.resume is not None:
-        kept = ("resume", "retry_failed", "jobs", "workers", "threads")
-        given = changed(options, Compare(), *kept) if options.preset is None else ["--preset"]
-        only_resumed("compare", given, options.resume)
+        # a preset sets many options, of which its name alone was written
+        plain = Compare() if options.preset is None else dataclasses.replace(options, preset=None)
+        refuse_settings("compare", options.resume, options, plain, "retry_failed", "jobs", "workers", "threads")
         comparison = Comparison.open(options.resume)
     else:
         spec = specification(options, command)

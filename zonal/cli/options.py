@@ -39,25 +39,28 @@ def shown(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({default})")
 
 
-def changed(options: Any, plain: Any, *kept: str) -> list[str]:
-    """The options, as they are written, that differ from ``plain``, but for the fields ``kept``."""
+def refuse_settings(call: str, folder: Path, options: Any, plain: Any, *kept: str) -> None:
+    """Raises: ArgumentError where --resume comes with settings, which the folder has already: options that differ from
+    ``plain``, but for the fields ``kept``.
+    """
+    given = _changed(options, plain, "resume", *kept)
+    if given:
+        raise ArgumentError(
+            f"{call}: --resume goes on with the settings in {folder}, so {', '.join(given)} would change nothing. "
+            f"Leave {'it' if len(given) == 1 else 'them'} out, or begin another folder with --out."
+        )
+
+
+def _changed(options: Any, plain: Any, *kept: str) -> list[str]:
+    """The options, as they are written, that differ from ``plain``."""
     found: list[str] = []
     for field in dataclasses.fields(options):
         given, default = getattr(options, field.name), getattr(plain, field.name)
         if field.name in kept or given == default:
             continue
         nested = dataclasses.is_dataclass(given) and dataclasses.is_dataclass(default)
-        found += changed(given, default) if nested else [f"--{field.name.replace('_', '-')}"]
+        found += _changed(given, default) if nested else [f"--{field.name.replace('_', '-')}"]
     return found
-
-
-def only_resumed(call: str, given: list[str], folder: Path) -> None:
-    """Raises: ArgumentError where --resume comes with settings that the folder has already."""
-    if given:
-        raise ArgumentError(
-            f"{call}: --resume goes on with the settings in {folder}, so {', '.join(given)} would change nothing. "
-            f"Leave {'it' if len(given) == 1 else 'them'} out, or begin another folder with --out."
-        )
 
 
 @dataclass(frozen=True)

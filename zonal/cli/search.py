@@ -10,17 +10,7 @@ from typing import Annotated
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import (
-    STOPPED,
-    RunOptions,
-    TrainingOptions,
-    changed,
-    device,
-    folder_of,
-    only_resumed,
-    shown,
-    title,
-)
+from zonal.cli.options import STOPPED, RunOptions, TrainingOptions, device, folder_of, refuse_settings, shown, title
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
@@ -113,7 +103,7 @@ def run(options: SearchOptions, command: str) -> int:
     """Run the command; returns the exit code."""
     workers = parsed("search: --workers", options.workers)
     if options.resume is not None:
-        only_resumed("search", changed(options, SearchOptions(), "resume", "workers", "threads"), options.resume)
+        refuse_settings("search", options.resume, options, SearchOptions(), "workers", "threads")
         search = Search.open(options.resume)
         options = _asked(search)
     else:

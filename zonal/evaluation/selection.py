@@ -7,7 +7,6 @@ every operator. Where that matters, train once more with the chosen rate on fres
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -26,25 +25,25 @@ def capped(value: float, stop: float | None) -> float:
 
 
 def best_learning_rate(
-    finals: Mapping[float, Sequence[Final | None]],
+    ended: Mapping[float, Mapping[int, Final]],
+    screening: Sequence[int],
     *,
     higher_is_better: bool,
     stop: float | None = None,
-    seeds: Mapping[float, int] = MappingProxyType({}),
 ) -> float | None:
-    """The learning rate with the best mean final value, of values ``capped`` at ``stop``.
+    """The learning rate with the best mean final value over the seeds that try all rates, of values ``capped`` at
+    ``stop``.
 
-    ``finals`` maps each learning rate to the outcome of each seed that tries all rates, None where that run failed or
-    is not finished. A rate with more missing values than another is never preferred to it: a rate at which a seed
-    diverges is not best because its other seeds did well. Ties go to the rate that more ``seeds`` took, others
-    included, then to the one with fewer steps, then to the smaller one. None when nothing has finished.
+    ended: by rate and seed, the runs that are done. screening: the seeds that try all rates. A rate with more missing
+    values than another is never preferred to it: a rate at which a seed diverges is not best because its other seeds
+    did well. Ties go to the rate that was run with more seeds, others included, then to the one with fewer steps, then
+    to the smaller one. None when nothing has finished.
     """
     keys = []
-    for rate, outcomes in finals.items():
-        finished = [final for final in outcomes if final is not None and math.isfinite(final.value)]
-        if finished:
-            mean = math.fsum(capped(final.value, stop) for final in finished) / len(finished)
-            steps = sum(final.steps for final in finished) / len(finished)
-            better = -mean if higher_is_better else mean
-            keys.append((len(outcomes) - len(finished), better, -seeds.get(rate, 0), steps, rate))
+    for rate, by_seed in ended.items():
+        tried = [by_seed[seed] for seed in screening if seed in by_seed and math.isfinite(by_seed[seed].value)]
+        if tried:
+            mean = math.fsum(capped(final.value, stop) for final in tried) / len(tried)
+            steps = sum(final.steps for final in tried) / len(tried)
+            keys.append((-len(tried), -mean if higher_is_better else mean, -len(by_seed), steps, rate))
     return min(keys)[-1] if keys else None

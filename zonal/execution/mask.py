@@ -13,6 +13,7 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, Prior, Visibility
 from zonal.errors import ArgumentError
+from zonal.memory.incoming import decay_of
 from zonal.typed import check_tensors
 
 
@@ -25,8 +26,6 @@ class Masses(NamedTuple):
 
 
 NO_MASSES = Masses()
-_FORGOTTEN = -1e3
-"""The least log decay that counts: its exp is 0 in float64, too."""
 
 
 def marginals_of(
@@ -144,26 +143,19 @@ def without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
 
 
 def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """The log decay of each key (B or 1, Hkv, S), 0 on padding: the given one, else that of a declared decay."""
-    if given is not None:
-        if torch_func.mapped(given):
-            raise ArgumentError(
-                "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
-                "Fold that axis into the batch."
-            )
-        decay = given.double()
-    elif bound.log_decay is not None:
-        decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
-    else:
-        return None
-    if padding is not None:  # a padded token is no step in time, whatever it holds
-        decay = torch.where(padding[:, None], decay, 0.0)
-    if given is None:
-        return decay
-    require_values(
-        (decay <= 0).all(), "attention: log_decay must be <= 0 (a rate from 0 to 1), received positive values or NaN."
-    )
-    return decay.clamp_min(_FORGOTTEN)  # running sums through infinity or 1e9 lose what comes after it
+    """The log decay of each key (``decay_of``). Raises: ArgumentError for a given one that is positive or NaN."""
+    if torch_func.mapped(given):
+        raise ArgumentError(
+            "attention: log_decay must be <= 0, which cannot be checked under torch.func.vmap. "
+            "Fold that axis into the batch."
+        )
+    decay = decay_of(bound, k, padding, given)
+    if given is not None and decay is not None:
+        require_values(
+            (decay <= 0).all(),
+            "attention: log_decay must be <= 0 (a rate from 0 to 1), received positive values or NaN.",
+        )
+    return decay
 
 
 def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from zonal import torch_func
 from zonal.errors import PathError
@@ -229,7 +230,7 @@ def plain(*tensors: Tensor | None) -> bool:
 
 
 def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    if _compiling() or _tracing() is not None or _modes() or _transformed() or torch_func.forward():
+    if _compiling() or _tracing() is not None or _modes() or _transformed() or forward_ad._current_level >= 0:
         return False
     for x in tensors:
         if x is not None and ((type(x) is not Tensor and type(x) is not torch.nn.Parameter) or not x.is_cpu):

@@ -1,5 +1,7 @@
 """Keys and values on their way into a memory: checked, and prepared by the score."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from zonal.errors import ArgumentError, NonFiniteError
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.tokens import Tokens
 from zonal.typed import check_tensors
+
+_FORGOTTEN = -1e3
+"""The least log decay that counts: its exp is 0 in float64, too."""
 
 
 def check_tokens(
@@ -54,12 +59,21 @@ def check_tokens(
             )
         if x is not None and (reason := untaken(operator, name)) is not None:
             raise ArgumentError(f"Memory.absorb: {reason}")
-    if log_decay is not None and bool((log_decay > 0).any()):
-        raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
-    for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias), ("key_gate", key_gate)):
+    _check_numbers({"k": k, "v": v, "log_decay": log_decay, "key_bias": key_bias, "key_gate": key_gate}, mask)
+
+
+def _check_numbers(given: Mapping[str, Tensor | None], mask: Tensor | None) -> None:
+    """What padding holds may be anything."""
+    for name, x in given.items():
         if x is None:
             continue
         real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
+        if name == "log_decay":
+            if bool((real > 0).any()):
+                raise ArgumentError(
+                    "Memory.absorb: log_decay must be <= 0 (a rate from 0 to 1), received positive values."
+                )
+            real = real.clamp_min(_FORGOTTEN)
         if not bool(torch.isfinite(real).all()):
             raise NonFiniteError(
                 f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or "
@@ -80,7 +94,7 @@ def prepared(
     bound = operator.bind(form.heads, form.heads)
     with torch.autocast(k.device.type, enabled=False):
         keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
-    return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
+    return Tokens(keys, v, mask, decay_of(bound, k, mask, log_decay), key_bias)
 
 
 def untaken(operator: Operator, name: str) -> str | None:
@@ -97,15 +111,18 @@ def untaken(operator: Operator, name: str) -> str | None:
     )
 
 
-def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """The log decay per token, (B or 1, Hkv, n) in float64: ``given``, or what the operator declares. Padding has 0."""
+def decay_of(bound: Bound, k: Tensor, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """The log decay of each key, (B or 1, Hkv, n) in float64: ``given``, or what the operator declares.
+
+    A padded token is no step in time, whatever it holds, NaN included: it has 0. Below -1000 all is -1000.
+    """
     if given is not None:
-        decay = given.double()
+        decay = given.double().clamp_min(_FORGOTTEN)  # running sums through 1e9 or infinity lose what comes after it
     elif bound.log_decay is not None:
-        decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
+        decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:
         return None
-    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
+    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)
 
 
 __all__ = ["check_tokens", "decay_of", "prepared", "untaken"]

@@ -109,12 +109,7 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
         rate: {run.seed: Final(score, run.steps_done) for run in runs if (score := _score(data, run)) is not None}
         for rate, runs in sweep.items()
     }
-    return best_learning_rate(
-        {rate: [by_seed.get(seed) for seed in data.screening] for rate, by_seed in ended.items()},
-        higher_is_better=data.higher_is_better,
-        stop=data.stop,
-        seeds={rate: len(by_seed) for rate, by_seed in ended.items()},
-    )
+    return best_learning_rate(ended, data.screening, higher_is_better=data.higher_is_better, stop=data.stop)
 
 
 def _score(data: ComparisonData, run: Run) -> float | None:
@@ -272,7 +267,7 @@ def _words(
         assert best is not None  # ordered holds only rows with a value
         others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
         return f"{leader} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
-    headline = _headline(data, ordered, labels, verdicts, some=bool(unlearned))
+    headline = _headline(data, ordered, labels, verdicts, all_learned=not unlearned)
     return headline, (*note, *_differences(data, ordered, labels, verdicts), *_costs(rows, labels), *state)
 
 
@@ -287,9 +282,9 @@ def _headline(
     labels: Mapping[str, str],
     verdicts: Sequence[Verdict],
     *,
-    some: bool,
+    all_learned: bool,
 ) -> str:
-    """Who is ahead, of two operators or more. some: whether others did not learn the task."""
+    """Who is ahead, of two operators or more that learned the task. all_learned: there are no others."""
     name, leader = METRIC_NAMES[data.metric], labels[ordered[0].operator]
     scores = {row.operator: spread(list(_scores(data, row).values())) for row in ordered}
     best, sign = scores[ordered[0].operator], 1 if data.higher_is_better else -1
@@ -317,7 +312,7 @@ def _headline(
     if within:
         seeds = f"with {best.n} seeds"
         if len(within) == len(ordered) - 1 > 1:
-            who = f"all {len(ordered)} operators{' that learned the task' if some else ''} are"
+            who = f"all {len(ordered)} operators{'' if all_learned else ' that learned the task'} are"
         else:
             who = f"{formats.enumerate_names(within)} {'is' if len(within) == 1 else 'are'}"
         return (

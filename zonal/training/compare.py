@@ -327,10 +327,10 @@ class Comparison:
                 if record.operator == operator and record.status == "done" and record.final:
                     ended[record.learning_rate][record.seed] = Final(record.final[metric], record.steps_done)
             found[operator] = best_learning_rate(
-                {rate: [by_seed.get(seed) for seed in self.spec.screening] for rate, by_seed in ended.items()},
+                ended,
+                self.spec.screening,
                 higher_is_better=metric == "accuracy",
                 stop=self.spec.training.stop_at_accuracy,
-                seeds={rate: len(by_seed) for rate, by_seed in ended.items()},
             )
         return found
 

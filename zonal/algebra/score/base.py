@@ -29,12 +29,16 @@ def per_head(value: Tensor, like: Tensor) -> Tensor:
 
 
 def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
-    """x / |x| along the last axis, also where |x|^2 overflows or underflows; 0 with gradient 0 for a zero vector."""
+    """x / |x| along the last axis, also where |x|^2 overflows or underflows; 0 with gradient 0 for a zero vector.
+
+    A vector that is shorter than eps is divided by eps, if that is above 1e-9.
+    """
     if x.shape[-1] == 0:  # which has no largest number
         return x
     # on rows of 16 to 128 numbers several times faster than vector_norm of order infinity
     largest = x.detach().abs().amax(-1, keepdim=True)
-    divisor = torch.where((largest > 1e-9) & (largest < 1e9), 1.0, largest).masked_fill(largest == 0, torch.inf)
+    least = 0.0 if eps > 1e-9 else 1e-9  # below such an eps no length is asked for
+    divisor = torch.where((largest > least) & (largest < 1e9), 1.0, largest).masked_fill(largest == 0, torch.inf)
     return F.normalize(x / divisor, dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
 
 

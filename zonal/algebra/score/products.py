@@ -130,7 +130,7 @@ class Cosine(Score):
     """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature. A zero vector has cosine 0 with every vector, and no gradient.
 
     learn_temperature: learn one temperature per head, through its logarithm. eps: shorter vectors are divided by it
-    and not by their length, if it is above 1e-9 and their largest number lies between 1e-9 and 1e9.
+    and not by their length, if it is above 1e-9.
 
     Raises: ArgumentError for a temperature <= 0.
     """
