@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
 	@touch $@
 
-demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about four minutes on 2 cores
+demo: $(STAMP)  ## compare five operators on two tasks with embedded data, 4 to 9 minutes on 2 cores, by processor
 	@$(BIN)/zonal demo
 
 test: $(STAMP)  ## the fast tier of the tests, 5 to 12 minutes on 2 cores, by processor: what every change must pass
