@@ -1,6 +1,7 @@
 """Words of the command line as values, and mistakes in them as one line each."""
 
 import dataclasses
+import io
 import shlex
 
 import pytest
@@ -133,6 +134,23 @@ def test_mistakes_in_options_are_one_line(words, message):
         read(words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_mistakes_are_told_the_same_where_the_output_is_not_utf8(monkeypatch):
+    class Ascii(io.StringIO):
+        encoding = "ascii"
+
+    def said(words):
+        with pytest.raises(ArgumentError) as caught:
+            read(words)
+        return str(caught.value)
+
+    for words in (["--steps", "abc"], ["--dtype", "float8"], ["--steps"]):
+        before = said(words)
+        with monkeypatch.context() as patched:
+            patched.setattr("sys.stdout", Ascii())
+            assert said(words) == before
+        assert "---" not in before
 
 
 def test_option_names_hold_both_forms_of_a_switch():

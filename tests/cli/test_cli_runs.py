@@ -206,6 +206,14 @@ def test_mistakes_show_no_traceback_in_a_process(tmp_path):
     assert "Traceback" not in err
 
 
+def test_a_stream_of_another_encoding_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = zonal("train --help", tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "--operator" in out
+
+
 def test_no_command_shows_the_help_and_is_a_mistake(capsys):
     assert main([]) == 2
     assert "Commands:" in capsys.readouterr().out

@@ -96,6 +96,7 @@ def test_recipes_are_presets(here):
             '1}, "model": {}, "training": {}}',
             "colour",
         ),
+        ('{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1"}', "at least one operator"),
     ],
 )
 def test_files_that_are_no_recipe(here, text, message):

@@ -80,6 +80,8 @@ def damaged(file, change):
             lambda values: values.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}),
             "byte-level BPE",
         ),
+        (lambda values: values["pre_tokenizer"].update(use_regex=False), "with use_regex"),
+        (lambda values: values["model"].update(ignore_merges=True), "without ignore_merges"),
         (lambda values: values.pop("model"), "'model' is missing"),
         (lambda values: values["model"]["vocab"].pop("Ġwhale"), "byte-level BPE"),
     ],

@@ -97,6 +97,29 @@ def test_the_kernels_equal_the_definition(far: str, extra: str, queries: int) ->
         assert (got - exact).abs().max() <= 2e-5 * (1 + exact.abs().max())
 
 
+@pytest.mark.parametrize("path", ["chunked", "streaming"])
+def test_a_bias_that_sums_cannot_hold_is_refused(path: str) -> None:
+    """A bias that all keys share changes nothing, down to e^-60; beyond, sums in float32 would lose it."""
+    op, (q, k, v) = m.local_global(4), (x.float() for x in inputs())
+    shape, exact = k.shape[:3], zonal.attention(q.double(), k.double(), v.double(), op.double(), causal=True)
+    for bias in (-60.0, 60.0):
+        y = zonal.attention(q, k, v, op, causal=True, key_bias=torch.full(shape, bias), path=path)
+        assert (y - exact).abs().max() < 1e-4
+    mask = torch.ones(shape[0], shape[2], dtype=torch.bool)
+    mask[:, 3] = False
+    for bias in (-100.0, 95.0, float("nan"), float("inf")):
+        alone = torch.zeros(shape)
+        alone[:, :, 3] = bias
+        with pytest.raises(ArgumentError, match=r"key_bias must lie in \[-60, 60\] or be -inf.*path='dense'"):
+            zonal.attention(q, k, v, op, causal=True, key_bias=alone, path=path)
+        y = zonal.attention(q, k, v, op, causal=True, key_bias=alone, key_padding_mask=mask, path=path)
+        assert y.isfinite().all()
+    hidden = torch.zeros(shape).index_fill_(2, torch.tensor([3]), float("-inf"))
+    y = zonal.attention(q, k, v, op, causal=True, key_bias=hidden, path=path)
+    expected = zonal.attention(q, k, v, op, causal=True, key_bias=hidden, path="dense")
+    assert (y - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("path", ["chunked", "streaming"])
 @pytest.mark.parametrize("first", [0, 2])

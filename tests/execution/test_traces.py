@@ -92,3 +92,20 @@ def test_who_sees_whom_is_kept_on_the_device_of_the_kernel() -> None:
         with torch.device(device):
             y = zonal.attention(*(x[:, :, :length] for x in tensors), operator, causal=True, path=path)
         torch.testing.assert_close(y.cpu(), torch.ones(1, 2, length, 3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["yat(eps=0.1)", "sko(degrees=(2.5,))"])
+def test_the_definition_is_one_graph_with_gradients(name: str) -> None:
+    """Cosines of 1 are cut at 1, and what is cut keeps its gradient."""
+    operator = m.resolve(name)
+    q, k, v = torch.randn(3, 1, 2, 6, 5, generator=torch.Generator().manual_seed(0)).unbind(0)
+    k[:, :, :3] = q[:, :, :3]
+
+    def run(q: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="dense")
+
+    leaves = [q.requires_grad_(), *operator.parameters()]
+    y, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    found, own = (torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected))
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)

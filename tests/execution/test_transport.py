@@ -138,6 +138,11 @@ def test_gradients_are_those_of_all_steps_and_of_differences(name: str) -> None:
             assert (a - b).abs().max() < 1e-9
     with pytest.raises(PathError, match="gradient='implicit'"):
         run(unrolled, "tiled")
+    y = zonal.attention(*leaves[:3], implicit, path="dense")
+    assert isinstance(y, Tensor)
+    (first,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(PathError, match=r"no second derivative.*gradient='unrolled'"):
+        torch.autograd.grad(first.square().sum(), leaves[0])
 
     def tiled(q: Tensor, k: Tensor, v: Tensor, mu: Tensor, nu: Tensor, bias: Tensor) -> Tensor:
         return zonal.attention(q, k, v, implicit, query_mass=mu, key_mass=nu, key_bias=bias, path="tiled")  # type: ignore[return-value]

@@ -174,6 +174,20 @@ def test_a_copied_cache_goes_on_by_itself() -> None:
 
 
 @torch.no_grad()
+def test_a_copied_cache_reports_and_records_as_the_first() -> None:
+    model, tokens = llama("softmax"), drawn(2, 9)
+    cache = hf.MemoryCache()
+    cache.activate_past_recording()
+    model(tokens[:, :5], **{hf.CACHE: cache})
+    cache.report = {1: True}
+    again = copy.deepcopy(cache)
+    model(tokens[:, 5:], **{hf.CACHE: again})
+    assert list(again.readings) == [1]
+    again.crop(-2)
+    assert (again.get_seq_length(), cache.get_seq_length()) == (7, 5)
+
+
+@torch.no_grad()
 def test_what_a_cache_does_not_take() -> None:
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=29, **SIZES)).eval()

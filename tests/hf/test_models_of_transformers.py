@@ -233,6 +233,30 @@ def test_a_cache_has_either_name(kind: Any) -> None:
     assert [cache.get_seq_length() for cache in caches] == [13, 12]
 
 
+def test_a_call_in_training_that_asks_for_a_cache_gets_one() -> None:
+    zonal, ids = model().train(), tokens(2, 9)
+    assert zonal(ids).get(hf.CACHE) is None
+    cache = zonal(ids[:, :5], use_cache=True)[hf.CACHE]
+    after = zonal(ids[:, 5:], **{hf.CACHE: cache}).logits
+    torch.testing.assert_close(after, zonal(ids).logits[:, 5:], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [("sko", "mamba2"), ("softmax", "softmax")])
+def test_offloaded_blocks_are_refused(layers: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model(layers).save_pretrained(tmp_path / "model")
+    core = "model.core"
+    places: dict[str, Any] = {f"{core}.{name}": "cpu" for name in ("embedding", "norm", "blocks.0")}
+    places |= {"lm_head": "cpu", f"{core}.blocks.1": "disk"}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    for cached in (False, True):
+        with pytest.raises(ArgumentError, match="offloaded to the disk or the CPU"):
+            loaded(tokens(2, 5), use_cache=cached)
+
+
 def test_the_cache_does_not_grow() -> None:
     made = model(("squared_affine", "ska(power=1)"))
     sizes = [made(tokens(1, n), use_cache=True)[hf.CACHE].memory().nbytes for n in (8, 64)]

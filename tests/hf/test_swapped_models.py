@@ -4,6 +4,7 @@ model.
 
 import copy
 import importlib
+import pickle
 import re
 from typing import Any
 
@@ -315,6 +316,31 @@ def learned_away(model: Any, operator: Any) -> Any:
             if ".operator." in name or ".readout." in name:
                 value.add_(0.1 * torch.randn(value.shape, generator=generator, dtype=value.dtype))
     return model
+
+
+def test_a_converted_model_and_its_config_are_pickled(tmp_path: Any) -> None:
+    model = learned_away(their("Llama"), "sko")
+    tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
+    torch.save(model, tmp_path / "whole.pt")
+    again = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert type(again) is type(model)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    config = pickle.loads(pickle.dumps(model.config))
+    assert type(config) is type(model.config)
+    assert config.to_dict() == model.config.to_dict()
+
+
+@torch.no_grad()
+def test_an_offloaded_operator_is_refused(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    learned_away(their("Llama"), "sko").save_pretrained(tmp_path / "model")
+    places: dict[str, Any] = {f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb", "layers.0")}
+    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    with pytest.raises(ArgumentError, match="operator of LlamaAttention is offloaded"):
+        loaded(torch.ones(1, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("operator", [None, "sko", "performer", "ska(power=1)", "rewa_riemannian", "retention"])

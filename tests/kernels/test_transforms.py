@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import zonal
-from zonal import Operator, anchor, link, prior, score, torch_func
+from zonal import Operator, anchor, link, metric, prior, score, torch_func
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
 from zonal.execution.paths import tile as tile_path
@@ -169,11 +169,68 @@ def test_other_transforms() -> None:
     )
 
 
+def test_gates_of_factors() -> None:
+    """A gate of zero keeps its gradient, which is not the one of a clamp, under every transform."""
+    metrics = (metric.Euclidean(), metric.Sphere())
+    operator = Operator(
+        score.NegativeDistance(metric.Product(metrics, gates=(0.0, 0.5)), temperature=0.5), link.Exp(), anchor.Row()
+    ).double()
+    name = next(name for name, _ in operator.named_parameters() if "gate" in name)
+    gate = dict(operator.named_parameters())[name].detach()
+    q, k, v = (x.double() for x in tokens((0, 0, 0)))
+
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operator = operator
+
+        def forward(self, *x: Tensor) -> Tensor:
+            return zonal.attention(*x, self.operator, causal=True, path="dense")
+
+    holder = Holder()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return functional_call(holder, {f"operator.{name}": gate}, (q, k, v))
+
+    for sign in (1, -1):  # a descent step opens the gate of zero for one of them
+        derived = grad(lambda *x, sign=sign: sign * run(*x).square().sum(), argnums=(0, 3))
+        rows = [derived(*(x[i] for x in (q, k, v)), gate) for i in range(3)]
+        same(vmap(derived, in_dims=(0, 0, 0, None))(q, k, v, gate), rows, 1e-9)
+        leaves = [q[0].clone().requires_grad_(), gate.clone().requires_grad_()]
+        loss = sign * run(leaves[0], k[0], v[0], leaves[1]).square().sum()
+        for mine, expected in zip(rows[0], torch.autograd.grad(loss, leaves), strict=True):
+            assert torch.allclose(mine, expected, atol=1e-9)
+    same(vmap(run, in_dims=(0, 0, 0, None))(q, k, v, gate), [run(q[i], k[i], v[i], gate) for i in range(3)], 1e-9)
+    with warnings.catch_warnings():  # torch's own jvp compiles with what torch has deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _, found = jvp(lambda q: run(q, k[0], v[0], gate), (q[0],), (q[1],))
+    step = 1e-6
+    moved = run(q[0] + step * q[1], k[0], v[0], gate) - run(q[0] - step * q[1], k[0], v[0], gate)
+    assert torch.allclose(found, moved / (2 * step), atol=1e-6)
+
+
+def test_gates_of_factors_in_one_graph() -> None:
+    product = metric.Product((metric.Euclidean(), metric.Sphere()), gates=(0.0, 0.5))
+    operator = Operator(score.NegativeDistance(product, temperature=0.5), link.Exp(), anchor.Row())
+    q, k, v = (x[0, :, :, :5] for x in tokens((0, 0, 0)))
+
+    def run(q: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="dense")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        y = torch.compile(run, backend="aot_eager", fullgraph=True)(q)
+    expected, leaves = run(q), list(operator.parameters())
+    assert torch.allclose(y, expected, atol=1e-6)
+    for mine, own in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected)), strict=True):
+        assert torch.allclose(mine, own, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("operator", "path", "arguments", "message"),
     [
         (m.ridge, "auto", {}, "no path can run operator 'ridge' here .* Fold what is mapped into the batch"),
-        (m.ridge, "dense", {}, "its solve asks whether it went well"),
+        (m.ridge, "dense", {}, "it asks for numbers on the way"),
         (
             m.squared_affine,
             "chunked",

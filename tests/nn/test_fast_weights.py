@@ -207,6 +207,23 @@ def test_a_solution_has_the_derivative_of_the_exact_one():
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", SOLVED)
+def test_a_second_derivative_through_a_solution_is_refused(kind):
+    layer, x = make(kind), torch.randn(1, 5, 12, dtype=torch.float64).requires_grad_()
+
+    def loss(x):
+        return layer(x).square().sum()
+
+    (plain,) = torch.autograd.grad(loss(x), x)
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(first, plain)
+    with pytest.raises(PathError, match=r"no second derivative.*GatedDeltaNet"):
+        torch.autograd.grad(first.square().sum(), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach()), plain)
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x.detach())
+
+
 # --- what they are equal to -----------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Runs packed into one archive: the same pages, the same bytes each time, damage refused by name, whole or absent."""
 
+import errno
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from report.test_report_key_embeddings import placed
 
 from zonal import report
 from zonal.cli.app import main
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError, FileFormatError, FileWriteError, InsufficientSpaceError
 from zonal.report import archive, packing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -242,16 +243,37 @@ def test_unpacking_is_whole_or_absent(packed, tmp_path):
     assert len(list(there.glob("runs/*/*/run.json"))) == 6
 
 
+def test_a_disk_that_refuses_is_told_by_the_folder_that_was_named(folder, packed, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    there = copy(packed, tmp_path / "z")
+    with monkeypatch.context() as patched:
+        patched.setattr(archive.zipfile.ZipFile, "extractall", full)
+        with pytest.raises(InsufficientSpaceError, match=r"unpack: no space left while writing .*z\."):
+            archive.unpack(there)
+        patched.setattr(archive, "write", full)
+        with pytest.raises(InsufficientSpaceError, match=r"pack: no space left while writing .*y\."):
+            packing.pack(folder, tmp_path / "y")
+        patched.setattr(archive.tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(errno.EROFS, "read")))
+        with pytest.raises(FileWriteError, match=r"pack: .*y cannot be written"):
+            packing.pack(folder, tmp_path / "y")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["z"]
+    archive.unpack(there)
+    assert len(report.load(there).runs) == 6
+
+
 def test_on_the_command_line(folder, packed, tmp_path, capsys):
     assert main(["report", str(folder), "--pack", str(tmp_path / "y")]) == 0
     assert (tmp_path / "y/runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
     assert main(["report", str(tmp_path / "y")]) == 0
     assert f"Report: {tmp_path / 'y/report.html'}" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path), "--pack", str(tmp_path / "v")]) == 2
     assert main(["report"]) == 2
     assert main(["report", str(folder), str(packed), "--pack", str(tmp_path / "w")]) == 2
     said = capsys.readouterr().err
-    assert "no comparison.json and no search.json" in said
+    assert said.count(f"{tmp_path} has no comparison.json and no search.json") == 2
     assert "takes one folder" in said
 
 

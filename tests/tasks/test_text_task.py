@@ -196,6 +196,9 @@ def test_a_text_shorter_than_a_sequence_says_how_much_is_needed(tmp_path):
     enough = int(str(caught.value).split("about ")[1].split(" tokens")[0])
     path.write_text("x" * enough)
     assert len(list(Text(path, length=64).evaluation_batches(1))) == 1
+    path.write_text("x")  # both parts are too short; what is told is enough for both
+    with pytest.raises(FileFormatError, match=f"1 of 1 byte tokens.*Give about {enough} tokens"):
+        Text(path, length=64)
     path.write_text("x" * 300)
     with pytest.raises(FileFormatError, match="its training part has 30 of 300"):
         Text(path, length=64, validation_fraction=0.9)

@@ -116,7 +116,7 @@ def test_the_gauge_is_what_weights_do_not_see(name: str) -> None:
     ("name", "words"),
     [
         ("kernel_ridge", "solve with the kernel among keys"),
-        ("Hierarchical", "anchor of hierarchical.*, Hierarchical, ties the weights of blocks"),
+        ("Hierarchical", "anchor of hierarchical.*, Hierarchical, has weights that no probe"),
         ("sko", "the kernel of sko may be negative"),
     ],
 )

@@ -23,6 +23,7 @@ from zonal.training import events as kinds
 from zonal.training import loop as loop_module
 from zonal.training import plan as plan_module
 from zonal.training import processes as processes_module
+from zonal.training.environment import FolderInUseError, folder_lock
 from zonal.training.plan import Timing, decide_steps, estimate, evaluations
 from zonal.training.record import RunResult
 
@@ -262,7 +263,11 @@ def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
         "done",
     ]
     assert Comparison.open(tmp_path).run().status == "failed"  # a failure is an end
-    assert Comparison.open(tmp_path).run(retry_failed=True).status == "done"
+    told = []
+    assert Comparison.open(tmp_path).run(retry_failed=True, on_event=told.append).status == "done"
+    (planned,) = [event for event in told if isinstance(event, kinds.Planned)]
+    assert (planned.runs, planned.remaining) == (4, 2)
+    assert planned.estimated_seconds > 0
 
 
 def test_out_of_memory_ends_one_run(tmp_path, monkeypatch):
@@ -289,6 +294,12 @@ def test_a_defect_is_not_hidden(tmp_path, monkeypatch):
         Comparison(tmp_path, a_spec(seeds=(0,))).run()
 
 
+def test_a_folder_in_use_is_told_by_the_call_that_was_made(tmp_path):
+    comparison = Comparison(tmp_path, a_spec())
+    with folder_lock(tmp_path), pytest.raises(FolderInUseError, match=r"^compare: .* is in use by another process"):
+        comparison.run()
+
+
 def test_a_kill_while_planning_leaves_a_folder_that_can_be_used(tmp_path):
     (tmp_path / ".comparison.json.abc.part").write_text("{")
     assert Comparison(tmp_path, a_spec(seeds=(0,), operators=("softmax",))).run().status == "done"
@@ -305,6 +316,11 @@ def test_learning_rates_have_a_folder_each():
 def test_operators_have_a_folder_each():
     spec = a_spec(operators=("ska(power=0)", "ska(power=1)", "softmax"), seeds=(0,))
     assert len({run.name for run in spec.runs()}) == 3
+    lists = [f"[{', '.join(['ska(power=1)', 'softmax', 'linear'] * 20)}, {last}]" for last in ("softmax", "linear")]
+    spec = a_spec(operators=lists, seeds=(0,), model=replace(spec.model, layers=("softmax",) * 61))
+    names = {part for run in spec.runs() for part in Path(run.name).parts}
+    assert len({run.name for run in spec.runs()}) == 2
+    assert max(map(len, names)) < 255
 
 
 def test_an_operator_that_cannot_run_is_refused_before_anything_runs(tmp_path, monkeypatch):

@@ -286,8 +286,9 @@ def test_nan_in_evaluation(tmp_path):
 
     with pytest.raises(
         NonFiniteError, match=r"evaluation loss became nan after step 5: .*layer 'blocks\.0\.attention'"
-    ):
+    ) as caught:
         train(model, Poisoned(spoil, 0), tiny_config(), tmp_path)
+    assert "not applied" not in str(caught.value)  # the update before the evaluation was
     assert RunResult.read(tmp_path).status == "failed"
 
 

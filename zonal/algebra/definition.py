@@ -30,11 +30,17 @@ class _Clamp(torch.autograd.Function):
         return tangent
 
 
+def _clamped(x: Tensor, low: float, high: float) -> Tensor:
+    if torch.compiler.is_compiling():  # one graph holds no function with a jvp of its own
+        return x + (x.clamp(low, high) - x).detach()
+    return _Clamp.apply(x, low, high)
+
+
 def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """log K for a link in log space, else K, without prior: prepared q (B, H, T, D), k (B, H, S, D) -> (B, H, T, S)."""
     score = bound.score.pair(q, k)
     if bound.link.domain is not None:
-        score = _Clamp.apply(score, *bound.link.domain)
+        score = _clamped(score, *bound.link.domain)
     if bound.link.log_space:
         return score
     value = bound.link.value(score, coefficients)

@@ -1,9 +1,14 @@
-"""Conjugate gradients for many symmetric systems at once, each given as a matrix-vector product."""
+"""Conjugate gradients for many symmetric systems at once, each given as a matrix-vector product, and what gradients
+through solutions share.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from zonal.errors import PathError
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -39,4 +44,31 @@ def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, t
     return x * scale
 
 
-__all__ = ["Apply", "conjugate_gradients"]
+class _Once(torch.autograd.Function):
+    """A gradient that depends on x and refuses to be differentiated again."""
+
+    @staticmethod
+    def forward(gradient: Tensor, x: Tensor, message: str) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+        ctx.message = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None]:
+        raise PathError(ctx.message)
+
+
+def once(gradient: Tensor, x: Tensor, message: str) -> Tensor:
+    """The gradient of an implicit function of x, whose own derivative is not known: under ``create_graph`` a second
+    derivative raises PathError with ``message``. Autograd's ``once_differentiable`` does not see that it depends on x.
+    """
+    if not torch.is_grad_enabled():
+        return gradient
+    found = _Once.apply(gradient, x, message)
+    assert isinstance(found, Tensor)
+    return found
+
+
+__all__ = ["Apply", "conjugate_gradients", "once"]

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -49,7 +50,7 @@ COMMANDS = {
     "influence": Command("influence", "Influence", "print which inputs can influence which outputs"),
     "build": Command("build", "Build", "compile the CPU kernels before their first use"),
     "bench": Command("bench", "Bench", "run a benchmark"),
-    "demo": Command("demo", "Demo", "compare five operators on two tasks in about four minutes"),
+    "demo": Command("demo", "Demo", "compare five operators on two tasks in a few minutes"),
 }
 
 HELP = """\
@@ -78,6 +79,9 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's). Returns the exit code; see the package's docstring."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # a terminal or a pipe of another encoding lacks some characters, such as those of formulas; the rest is printed
+        sys.stdout.reconfigure(errors="replace")
     try:
         with subnormals.flushed():  # ahead of all threads, so that each does the same
             code = _dispatch(words)
@@ -198,11 +202,16 @@ def option_names(options: Any) -> set[str]:
 def _one_line(box: str) -> str:
     """The parser's boxed message as one sentence."""
     text = re.sub(r"[╭╮╰╯│]", " ", box)
-    lines = [line.strip() for line in text.splitlines()]
-    # the first line is the box's title; a rule ends the message proper
-    body = next((lines[1:index] for index, line in enumerate(lines) if line.startswith("──") and index > 0), lines[1:])
-    message = " ".join(line for line in body if not line.startswith("─")).strip()
+    # the first line is the box's title, with a rule below it where the output is not UTF-8; a rule ends the message
+    # proper
+    lines = [line.strip() for line in text.splitlines()][1:]
+    below = lines[1:] if lines and _is_rule(lines[0]) else lines
+    message = " ".join(itertools.takewhile(lambda line: not _is_rule(line), below)).strip()
     wrong = re.match(r"Error parsing (--\S+): .*?\[(.*?)\]", message)
     if wrong:
         return f"{wrong[1]} cannot be {wrong[2]}. See --help for what it takes."
     return f"{message} See --help." if message else "the options cannot be read. See --help."
+
+
+def _is_rule(line: str) -> bool:
+    return re.fullmatch(r"[─-]{2,}", line) is not None

@@ -1,4 +1,4 @@
-"""``zonal demo``: five operators on two real tasks in about four minutes on two cores, ended by one report page.
+"""``zonal demo``: five operators on two real tasks in 4 to 9 minutes on two cores, ended by one report page.
 
 The settings are ``PARTS``: a fixed number of steps each, so that every machine gets the same numbers and a slow one
 only takes longer. Everything else is machinery of ``zonal compare``. Each part is the value of a `zonal compare`
@@ -52,8 +52,8 @@ PARTS = (
 
 DESCRIPTION = """\
 Compare softmax, SKO, squared-affine, linear and ridge attention on two tasks, multi-query associative recall and the
-embedded novel, and write one report page. It takes about four minutes on two cores. Ctrl-C stops with a checkpoint; the
-same command resumes.
+embedded novel, and write one report page. It takes 4 to 9 minutes on two cores, by processor. Ctrl-C stops with a
+checkpoint; the same command resumes.
 
 Examples:
   zonal demo

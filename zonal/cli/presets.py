@@ -126,6 +126,8 @@ def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Prese
         plain["screening_seeds"] = values.get("screening_seeds")
         check_fields("preset", Preset, {**plain, "models": models})
         options = {name: _options(kind, values.get(name, {}), command) for name, kind in _OPTIONS.items()}
+        if not models:
+            raise ValueError("at least one operator is required, it names none")
         published = made(Published | None, values.get("published"), "published")
         return Preset(**plain, models=models, published=published, shapes=shapes, **options)
 

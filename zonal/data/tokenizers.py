@@ -156,6 +156,9 @@ class FileTokenizer(_BytePairs):
                 [part["type"] for part in (model, before, after)] == ["BPE", "ByteLevel", "ByteLevel"]
                 and stored["normalizer"] is None
                 and not before["add_prefix_space"]
+                # otherwise the library of Hugging Face makes other tokens of this file than the encoder below
+                and before.get("use_regex", True)
+                and not model.get("ignore_merges")
                 and not others
                 and {SEPARATOR, *tokenizers_library.pre_tokenizers.ByteLevel.alphabet()} <= set(vocabulary)
                 and sorted(vocabulary.values()) == list(range(len(vocabulary)))
@@ -164,7 +167,8 @@ class FileTokenizer(_BytePairs):
         if not suitable:
             raise FileFormatError(
                 f"tokenizer: {self.path} must be byte-level BPE without a normaliser or a space before the text, with "
-                f"all 256 bytes, the token {SEPARATOR} and no other special tokens, so that no text is lost. "
+                f"use_regex and without ignore_merges, with all 256 bytes, the token {SEPARATOR} and no other special "
+                "tokens, so that no text is lost and its tokens are those of its other readers. "
                 "`zonal tokenizer` makes such a file."
             )
         self._encoder = tokenizers_library.ByteLevelBPETokenizer(vocabulary, merges)
@@ -214,6 +218,8 @@ def resolve(name: str) -> Tokenizer:
     """
     if name.endswith(".json"):
         return FileTokenizer(name)
+    if name not in _TOKENIZERS and Path(name).exists():
+        raise ArgumentError(f"tokenizers.resolve: the file of a tokeniser must end with .json, received {name!r}.")
     if name not in _TOKENIZERS:
         raise unknown_name("tokenizers.resolve", "tokenizer", name, _TOKENIZERS)
     return _shipped(name)

@@ -112,7 +112,10 @@ def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, av
 
 def _impossible(call: Call, path: str, found: Asked) -> PathError:
     name = call.operator.name
-    outside = "fold what is mapped into the batch and call it outside of torch.func."
+    outside = (
+        "fold what is mapped into the batch and call it outside of torch.func (torch.autograd.forward_ad gives "
+        "forward-mode derivatives)."
+    )
     if path == "auto":
         why = "; ".join(f"path {path!r}: {reason}" for path, reason in found.refused.items())
         return PathError(f"attention: no path can run operator {name!r} here ({why}). {outside.capitalize()}")

@@ -101,39 +101,34 @@ def _tangents(path: str) -> str | None:
     return "it has no forward-mode derivative" if path != "dense" and torch_func.forward() else None
 
 
-def _untransformed(call: Call, why: str) -> str | None:
+_ASKS = "it asks for numbers on the way, which the transforms of torch.func cannot give"
+_OWN = "its gradients are its own, which the transforms of torch.func do not know"
+
+
+def _untransformed(why: str) -> str | None:
     """``why`` torch.func's transforms (vmap, grad, jvp, …) cannot pass through, where one is at work."""
-    if not torch_func.active():
-        return None
-    return (
-        "its iteration asks how far it is, which the transforms of torch.func cannot tell" if call.tags.couples else why
-    )
+    return why if torch_func.active() else None
 
 
 def _dense(call: Call) -> str | None:
-    if torch_func.active() and not call.tags.couples and not call.tags.solves:
-        return _keys(call)
-    return _keys(call) or _untransformed(call, "its solve asks whether it went well, which torch.func.vmap cannot")
+    asks = call.tags.couples or call.tags.solves
+    return _keys(call) or (_untransformed(_ASKS) if asks else None)
 
 
 def _tiled(call: Call) -> str | None:
-    reason = tiled.refusal(call) or _keys(call)
-    return _untransformed(call, "") if reason is None and call.tags.couples else reason
+    return tiled.refusal(call) or _keys(call) or (_untransformed(_ASKS) if call.tags.couples else None)
 
 
 def _chunked(call: Call) -> str | None:
-    own = "its gradients are its own, which the transforms of torch.func do not know"
-    return chunked.refusal(call) or _untransformed(call, own)
+    return chunked.refusal(call) or _untransformed(_OWN)
 
 
 def _streaming(call: Call) -> str | None:
-    numbers = "a memory asks for numbers, which torch.func.vmap cannot give"
-    return streaming.refusal(call) or _untransformed(call, numbers)
+    return streaming.refusal(call) or _untransformed(_ASKS)
 
 
 def _sparse(call: Call) -> str | None:
-    own = "its gradients are its own, which the transforms of torch.func do not know"
-    return sparse.refusal(call) or _keys(call) or _untransformed(call, own)
+    return sparse.refusal(call) or _keys(call) or _untransformed(_OWN)
 
 
 PATHS: dict[str, Callable[[Call], str | None]] = {

@@ -56,6 +56,12 @@ def attend(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
+    if not query.is_meta and any(weight.is_meta for weight in operator.parameters()):
+        raise ArgumentError(
+            f"{call}: the operator of {type(module).__name__} is offloaded to the disk or the CPU by device_map, which "
+            "brings weights only to modules that are called. Load the model with a device_map without offloading, "
+            "such as {'': 'cpu'}."
+        )
     mask = _mask_of(call, module, attention_mask, others)
     _check_stretch(call, module, query, mask, others.get("position_ids"))
     if scaling is not None and scaling != scale_of(module):  # the layer has scaled its queries itself, in part

@@ -81,8 +81,12 @@ class OperatorCache(Cache, abc.ABC):
         return ModelMemory(tuple(layers), self._origin)
 
     def fork(self) -> Self:
-        """A copy that goes on by itself."""
-        return type(self)(self.memory().fork() if self._pasts else None)
+        """A copy that goes on by itself. It reports on the same layers, and records if this cache does, from now on."""
+        made = type(self)(self.memory().fork() if self._pasts else None)
+        made.report = dict(self.report)
+        if self.is_croppable:
+            made.activate_past_recording()
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As ``fork``: transformers' way to use the cache of a prefix several times."""

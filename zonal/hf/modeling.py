@@ -189,6 +189,7 @@ class ZonalModel(ZonalPreTrainedModel):
                 raise ArgumentError("ZonalModel: cache and past_key_values are two names of one argument. Give one.")
             past_key_values = named
         x = self.core._embed(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
+        self._check_offloaded(x)
         cache = self._cache(past_key_values, use_cache)
         real = self._real(attention_mask, x, 0 if cache is None else cache.get_seq_length())
         offsets = document_offsets(position_ids, x, real)
@@ -209,6 +210,18 @@ class ZonalModel(ZonalPreTrainedModel):
         # by position here and below: the cache's name is that of the version of transformers
         return BaseModelOutputWithPast(states[-1], cache, tuple(states) if wanted else None)
 
+    def _check_offloaded(self, x: Tensor) -> None:
+        """Raise ArgumentError for weights that accelerate brings only while the module that holds them is called:
+        operators and recurrences read theirs from outside, and would read what is not there.
+        """
+        hooked = any(hasattr(block, "_hf_hook") for block in self.core.blocks.children())
+        if hooked and not x.is_meta and any(weight.is_meta for weight in self.core.blocks.parameters()):
+            raise ArgumentError(
+                "ZonalModel: some blocks are offloaded to the disk or the CPU by device_map, which layers of this "
+                "library cannot read. Load the model with a device_map without offloading, such as {'': 'cpu'}, or in "
+                "dtype=torch.bfloat16, which takes half the memory."
+            )
+
     def _cache(self, given: Cache | None, use_cache: bool | None) -> ZonalCache | None:
         """The cache to read after and to fill, or None."""
         if isinstance(given, ZonalCache):
@@ -222,10 +235,11 @@ class ZonalModel(ZonalPreTrainedModel):
                 f"ZonalModel: the cache must be a ZonalCache of this model, received a {type(given).__name__} of "
                 f"{given.get_seq_length()} tokens. Leave it out, or read the tokens again."
             )
+        asked = use_cache or given is not None  # by the call; in training the config alone makes no cache
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if not use_cache or not self.config.causal or (self.gradient_checkpointing and self.training):
             return None
-        return ZonalCache() if given is not None or not self.training else None
+        return ZonalCache() if asked or not self.training else None
 
     def _real(self, mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
         """Which of the tokens x are real, bool (B, T), or None if all are."""

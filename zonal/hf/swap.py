@@ -192,11 +192,29 @@ def converted_config(kind: type[Any]) -> type[Any]:
     """The class of configs of converted models for a class of configs of transformers."""
     if issubclass(kind, _ConfigMixin):
         return kind
-    inside = {"base": kind.model_type, "__module__": kind.__module__}
+    inside = {"base": kind.model_type, "converts": kind, "__module__": kind.__module__}
     return type(f"Converted{kind.__name__}", (_ConfigMixin, kind), inside)
 
 
-class _ConfigMixin:
+class _Made:
+    """An object of a class that this module makes; pickle, which looks classes up by name, is told how."""
+
+    converts: ClassVar[type[Any]]  # the class of what was converted
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make = converted_config if isinstance(self, _ConfigMixin) else converted_model
+        if make(self.converts) is not type(self):  # a class that someone has derived
+            return super().__reduce_ex__(protocol)
+        return _blank, (make, self.converts), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _blank(make: Any, kind: type[Any]) -> Any:
+    """An object without its content, which pickle then gives it."""
+    made = make(kind)
+    return made.__new__(made)
+
+
+class _ConfigMixin(_Made):
     """What makes the config of a model the config of a converted one."""
 
     model_type = ConvertedConfig.model_type
@@ -210,6 +228,7 @@ def converted_model(kind: type[Any]) -> type[Any]:
         return kind
     inside = {
         "config_class": converted_config(kind.config_class),
+        "converts": kind,
         "_keep_in_fp32_modules_strict": frozenset({*(kind._keep_in_fp32_modules_strict or ()), "operator", "readout"}),
         "__module__": kind.__module__,  # whose source transformers reads
     }
@@ -224,7 +243,7 @@ def _tell_auto_classes(kind: type[Any]) -> None:
             auto.register(converted_config(kind), converted_model(model), exist_ok=True)
 
 
-class _ModelMixin:
+class _ModelMixin(_Made):
     """What makes the class of a model that of a converted one: operators are in place before weights are loaded."""
 
     def __init__(self, config: Any, *inputs: Any, **others: Any) -> None:

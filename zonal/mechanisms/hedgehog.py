@@ -27,7 +27,7 @@ def hedgehog(
     seed: int | None = None,
     init_scale: float = 1.0,
 ) -> Operator:
-    """Learned positive features phi(x) = softmax([W x, -W x]): the strongest baseline among linear-time feature maps.
+    """Learned positive features phi(x) = softmax([W x, -W x]).
 
     size: number of features m, from W (m / 2, D). activation: "softmax" over the features, or "exp" of each. dim, seed:
     as in ``of_features``; without a layer and without dim, W keeps its initial value. init_scale: size of the entries

@@ -35,7 +35,7 @@ _KERNELS: dict[str, Callable[..., Operator]] = {
 @mechanism(
     "Kernel ridge",
     "each read solves a least-squares fit from features of the keys, such as squares, to their values. It recalls more "
-    "pairs than a key has numbers; constant memory at low degree.",
+    "pairs than a key has numbers; constant memory for short keys.",
     weights="ridge or ska with the kernel of squared_affine, sko or yat",
     memory="$2m^2 + mP$, $m$ features",
     paths="chunked",

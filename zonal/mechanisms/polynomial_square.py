@@ -21,7 +21,7 @@ from zonal.mechanisms.registry import mechanism
 
 @mechanism(
     "Polynomial square",
-    "the square of a polynomial of the cosine; constant memory.",
+    "the square of a polynomial of the cosine; constant memory for short keys.",
     weights="$p(x)^2 + c$ over row sum",
     memory="$m(P + 1)$, $m$ features",
     paths="tiled, chunked",

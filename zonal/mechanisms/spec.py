@@ -61,7 +61,9 @@ def made(
     except ZonalError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"operator spec {spec!r}: an argument has the wrong type ({error}).") from error
+        raise ArgumentError(
+            f"operator spec {spec!r}: an argument is missing or has the wrong type ({error})."
+        ) from error
 
 
 def _read(spec: str) -> tuple[str, list[ast.keyword]]:

@@ -113,8 +113,8 @@ class Memory(Readable):
             raise unknown_name("Memory.empty", "kind", kind, Memory.kinds)
         if kind not in (natural, "keys") and not (kind == "decayed" and natural == "features"):
             raise ArgumentError(
-                f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} "
-                "or 'keys'."
+                f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as "
+                f"{' or '.join(repr(one) for one in dict.fromkeys((natural, 'keys')))}."
             )
         device = torch.get_default_device() if device is None else torch.device(device)
         return Memory.kinds[kind].start(operator, Form(batch, heads, key_dim, value_dim, dtype, device))
@@ -382,10 +382,10 @@ class Memory(Readable):
     def drift(self) -> float:
         """A bound on the rounding error of each number of the sums, relative to the sum of its terms' absolute values.
 
-        It is the bound of recursive summation, for any order of absorbing, merging and forgetting: u per token, with
-        u = 2^-24 in float32 and 2^-53 in float64 (4 u where the past fades), and 8 u for the terms themselves. Most
-        errors cancel, to about the square root of the bound. 0 for kept keys and values. ``absorb``, ``merge``,
-        attention and a decoder's steps warn where it passes 0.25 (``drifting``).
+        It is the bound of recursive summation, for any order of absorbing, merging and forgetting: (n + 8) u for n
+        tokens, 8 u of it for the terms themselves, with u = 2^-24 in float32 and 2^-53 in float64; four times as much
+        where the past fades. Most errors cancel, to about the square root of the bound. 0 for kept keys and values.
+        ``absorb``, ``merge``, attention and a decoder's steps warn where it passes 0.25 (``drifting``).
         """
         return self.drift_each * (self.count + 8)
 

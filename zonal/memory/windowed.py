@@ -12,6 +12,7 @@ from zonal import device_memory
 from zonal.algebra import Operator
 from zonal.algebra.anchor import State
 from zonal.algebra.bound import Bound, Far
+from zonal.algebra.declaration import require_values
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.keys import key_dtype
@@ -21,6 +22,8 @@ from zonal.memory.tokens import Tokens, joined
 
 _LEAST = -80.0
 """Sums of the far kernel below e^-80 are not scaled up to one, which would overflow float32."""
+_BIASED = 60.0
+"""The sums hold e^bias in float32, from e^-87 to e^88, times features and counts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,6 +69,7 @@ class WindowedSums(Memory):
     def extended(self, tokens: Tokens) -> "WindowedSums":
         if tokens.length == 0:
             return self
+        require_summed("Memory.absorb", tokens)
         held = packed(self.followed(tokens))[0]
         return self.after(tokens, held, *self.left(held))
 
@@ -263,6 +267,21 @@ def far_of(bound: Bound) -> Far:
     return bound.far
 
 
+def require_summed(call: str, tokens: Tokens) -> None:
+    """Raise ArgumentError for biases whose exponential the sums do not hold. -inf hides a key, and padding may hold
+    anything.
+    """
+    if tokens.key_bias is None:
+        return
+    bias = tokens.key_bias if tokens.mask is None else tokens.key_bias.masked_fill(~tokens.mask[:, None], 0)
+    require_values(
+        ((bias.abs() <= _BIASED) | torch.isneginf(bias)).all(),
+        f"{call}: sums over the keys before the window hold exp(key_bias), so that key_bias must lie in "
+        f"[-{_BIASED:g}, {_BIASED:g}] or be -inf, received other values. Use -inf to hide a key, subtract a constant "
+        "from all biases of a sequence, which changes no output, or use path='dense'.",
+    )
+
+
 def packed(tokens: Tokens) -> tuple[Tokens, Tensor | None]:
     """Tokens with the padding of each sequence before its real ones, and which token stands at each place, (B, n);
     None = each where it was."""
@@ -354,4 +373,15 @@ def merged(near: State, beyond: Tensor, weight: Tensor) -> Tensor:
     return torch.where(whole > 0, total / torch.where(whole > 0, whole, 1), whole)
 
 
-__all__ = ["Leaving", "WindowedSums", "far_of", "merged", "met", "near_sums", "opened", "packed", "taken"]
+__all__ = [
+    "Leaving",
+    "WindowedSums",
+    "far_of",
+    "merged",
+    "met",
+    "near_sums",
+    "opened",
+    "packed",
+    "require_summed",
+    "taken",
+]

@@ -404,8 +404,10 @@ class CausalLM(LanguageModel):
             )
 
     def _origin(self) -> str:
-        """The fingerprint of the weights, computed again if one has changed; "" for weights on the meta device."""
-        if self.embedding.weight.is_meta:
+        """The fingerprint of the weights, computed again if one has changed; "" where some are on the meta device, such
+        as those that accelerate has offloaded.
+        """
+        if any(parameter.is_meta for parameter in self.parameters()):
             return ""
         state = tuple(
             (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)

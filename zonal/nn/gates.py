@@ -22,7 +22,7 @@ class DecayGate(nn.Module):
     Args:
         dim: size of x.
         rates: λ of each head at x = 0, the initial rate.
-        fastest: c > 0, or None for no limit. Initial rates faster than a tenth of the limit are set to that value.
+        fastest: c > 0, or None for no limit. Initial rates faster than nine tenths of the limit are set to that value.
     """
 
     def __init__(self, dim: int, rates: Tensor, fastest: float | None = None) -> None:

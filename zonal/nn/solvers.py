@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from zonal.algebra.solvers import Apply, conjugate_gradients
+from zonal.algebra.solvers import Apply, conjugate_gradients, once
+
+_NO_SECOND = (
+    "nn: a layer that solves for its queries (MesaNet, GatedKalmaNet) goes back through the solution and has no second "
+    "derivative. Use a layer that solves nothing, such as GatedDeltaNet with ZONAL_KERNELS=off, where you need "
+    "create_graph=True."
+)
 
 
 def chebyshev(apply: Apply, q: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
@@ -37,11 +42,13 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Apply], output: Tensor) -> None:
         ctx.solve = inputs[2]
+        ctx.save_for_backward(output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.solve(grad_outputs[0]), None, None
+        with torch.no_grad():
+            solved = ctx.solve(grad_outputs[0])
+        return once(solved, *ctx.saved_tensors, _NO_SECOND), None, None
 
 
 def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
@@ -49,6 +56,8 @@ def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
 
     The backward pass takes one more solve and the derivative of one product. No iteration is recorded, and the gradient
     is as accurate as the solve.
+
+    Raises: PathError where a second derivative is asked for.
     """
     with torch.no_grad():
         x = solve(q)

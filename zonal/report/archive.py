@@ -18,6 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
 from zonal.errors import FileFormatError
+from zonal.store import write_error
 
 NAME = "runs.zip"
 POINTS = 50
@@ -94,21 +95,31 @@ def unpack(folder: Path) -> None:
 
     A process that is killed leaves the archive in place until all runs are there.
 
-    Raises: FileFormatError as ``opened``.
+    Raises: FileFormatError as ``opened``. InsufficientSpaceError when the disk is full, FileWriteError for what else
+    the operating system refuses; the archive is then as it was.
     """
     path = folder / NAME
     if not path.is_file():
         return
-    if not _beside(folder):
-        staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=folder))
-        try:
-            with _archive(path) as archive:
-                archive.extractall(staging)
-            for tree in staging.iterdir():
-                os.replace(tree, folder / tree.name)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    path.unlink()
+    beside = _beside(folder)
+    try:
+        if not beside:
+            _unpack_beside(path)
+        path.unlink()
+    except OSError as error:
+        raise write_error("unpack", folder, error) from error
+
+
+def _unpack_beside(path: Path) -> None:
+    """Put the folders of an archive beside it."""
+    staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=path.parent))
+    try:
+        with _archive(path) as archive:
+            archive.extractall(staging)
+        for tree in staging.iterdir():
+            os.replace(tree, path.parent / tree.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _beside(folder: Path) -> bool:

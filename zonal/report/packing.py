@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zonal import report, store
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError, FileFormatError, FileWriteError
 from zonal.report import archive, charts, diagnostics, key_embeddings, search
 
 KEPT = ("comparison.json", "search.json", "findings.json", "recipe.json")
@@ -22,16 +22,17 @@ def write_pages(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     Raises: FileFormatError when the folder holds neither, or a file in it is damaged; InsufficientSpaceError.
     """
     found = Path(folder)
-    if (found / "search.json").is_file():
-        paths = search.write(found)
-    elif (found / "comparison.json").is_file():
-        paths = report.write(found)
-    else:
+    _check_kind(found)
+    paths = search.write(found) if (found / "search.json").is_file() else report.write(found)
+    return paths.html, paths.markdown
+
+
+def _check_kind(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in ("search.json", "comparison.json")):
         raise FileFormatError(
-            f"report: {found} has no comparison.json and no search.json. "
+            f"report: {folder} has no comparison.json and no search.json. "
             "Required: a folder that `zonal compare` or `zonal search` wrote."
         )
-    return paths.html, paths.markdown
 
 
 def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
@@ -44,9 +45,11 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     keys of runs that the page does not draw.
 
     Raises: ArgumentError when ``out`` is there already, no run has ended, or runs of a search have not. FileFormatError
-    when a file in ``folder`` is damaged. InsufficientSpaceError.
+    when a file in ``folder`` is damaged. InsufficientSpaceError when the disk is full, FileWriteError for what else the
+    operating system refuses.
     """
     source, target = Path(folder), Path(out)
+    _check_kind(source)
     if target.exists():
         raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
     if (source / archive.NAME).is_file():
@@ -62,17 +65,19 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     if (source / "comparison.json").is_file():
         undrawn = _undrawn(source, runs)
         contents = {name: data for name, data in contents.items() if name not in undrawn}
+    settings = {name: (source / name).read_bytes() for name in KEPT if (source / name).is_file()}
     try:
         with store.staged_folder(target) as staging:
-            for name in KEPT:
-                if (source / name).is_file():
-                    store.write_bytes(staging / name, (source / name).read_bytes())
+            for name, data in settings.items():
+                store.write_bytes(staging / name, data)
             archive.write(staging / archive.NAME, contents)
             page, _ = write_pages(staging)
             page.unlink()
+    except FileWriteError:
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+            raise store.write_error("pack", target, error) from error
         raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
 

@@ -249,7 +249,9 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
     if not path.is_file():
         missing = f"{folder} has no comparison.json" if folder.is_dir() else f"{folder} is not a folder"
         raise FileFormatError(f"report: {missing}. Required: the folder that `zonal compare` wrote.")
-    record = read_record(path, SCHEMA, "report", "Write the report with the version that ran the comparison.")
+    record = read_record(
+        path, SCHEMA, "report", "Take a whole copy of the folder, and the version that ran the comparison."
+    )
     with archive.opened(folder) as root:
         runs = [_run(found) for found in _run_folders(root / "runs")]
     if not runs:

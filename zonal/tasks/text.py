@@ -108,15 +108,15 @@ class Text(Task):
 
     def _check_size(self) -> None:
         needed = self.length + 1
-        for part, count in (("training", self.train_end), ("validation", self.corpus.count - self.split)):
+        training = self.train_fraction * (1 - self.validation_fraction)
+        parts = (
+            ("training", self.train_end, training),
+            ("validation", self.corpus.count - self.split, self.validation_fraction),
+        )
+        # for both parts, and by a part's own share of tokens: the split is set in bytes, and tokens differ in length
+        enough = max(math.ceil(needed / (count / self.corpus.count or share)) + 1 for _, count, share in parts)
+        for part, count, _ in parts:
             if count < needed:
-                # by the part's own share of tokens: the split is set in bytes, and tokens differ in length
-                share = (
-                    count / self.corpus.count
-                    if count
-                    else min(self.validation_fraction, self.train_fraction * (1 - self.validation_fraction))
-                )
-                enough = math.ceil(needed / share) + 1
                 raise FileFormatError(
                     f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} "
                     f"{self.tokenizer.name} tokens, one sequence of "

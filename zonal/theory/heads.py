@@ -103,7 +103,7 @@ def refusal(operator: Operator) -> str | None:
         return f"the weights of {operator.spec} solve with the kernel among keys, and no probe of a kernel gives them"
     if not isinstance(operator.anchor, Row | TopK | Count | Raw | PlanAnchor):
         anchor = type(operator.anchor).__name__
-        return f"the anchor of {operator.spec}, {anchor}, ties the weights of blocks, and no probe of pairs gives them"
+        return f"the anchor of {operator.spec}, {anchor}, has weights that no probe of single pairs gives"
     return None
 
 

@@ -143,7 +143,8 @@ class Comparison:
         workers.check("Comparison.run", "jobs", jobs)
         check_threads("Comparison.run", threads)
         started, ray = time.perf_counter(), jobs == workers.RAY
-        with sitting(self.directory) as interrupted, workers.session(None, 1) if ray else contextlib.nullcontext():
+        session = workers.session(None, 1) if ray else contextlib.nullcontext()
+        with sitting(self.directory, "compare") as interrupted, session:
             if ray and threads is None:
                 threads = threads_each(1)
             jobs = workers.slots(self.threads or threads or 1) if ray else int(jobs)
@@ -151,7 +152,7 @@ class Comparison:
             emit = on_event or events.ignore
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
-            self._announce_plan(emit, jobs)
+            self._announce_plan(emit, jobs, retry_failed)
             for runs in self._rounds(jobs):
                 for run in runs:
                     if not (self.directory / run.name / RECORD).exists():
@@ -261,11 +262,11 @@ class Comparison:
         write_checked(self.directory / FILE, stored)
         return True
 
-    def _announce_plan(self, emit: events.Listener, jobs: int) -> None:
+    def _announce_plan(self, emit: events.Listener, jobs: int, retry_failed: bool) -> None:
         assert self.plan is not None
         records, steps, timings = self.records(), self.plan.steps, self.plan.timings
         total = len(self.spec.operators) * self.spec.runs_each
-        remaining = self._remaining(records)
+        remaining = self._remaining(records, retry_failed)
         emit(
             events.Planned(
                 runs=total,
@@ -277,17 +278,17 @@ class Comparison:
             )
         )
 
-    def _remaining(self, records: list[RunResult]) -> int:
+    def _remaining(self, records: list[RunResult], retry_failed: bool = False) -> int:
         """How many runs are left, measurements included. An operator that failed at every rate has no runs with other
         seeds.
         """
-        ended = sum(record.status in ("done", "failed") for record in records)
+        ended = sum(record.status in _ended(retry_failed) for record in records)
         total = len(records) if ended == len(records) else len(self.spec.operators) * self.spec.runs_each
         return total - ended + len(self._unmeasured(records))
 
     def _left(self, runs: list[PlannedRun], emit: events.Listener, retry_failed: bool) -> list[PlannedRun]:
         """Those of ``runs`` that are not at their end, in order; the others are announced as skipped."""
-        ended = {"done"} if retry_failed else {"done", "failed"}
+        ended = _ended(retry_failed)
         left: list[PlannedRun] = []
         owed = self._unmeasured(self.records())
         for run in runs:
@@ -333,6 +334,11 @@ class Comparison:
                 stop=self.spec.training.stop_at_accuracy,
             )
         return found
+
+
+def _ended(retry_failed: bool) -> tuple[str, ...]:
+    """The states of runs that are not run again."""
+    return ("done",) if retry_failed else ("done", "failed")
 
 
 def _executed(directory: str, run: PlannedRun) -> None:

@@ -58,11 +58,11 @@ def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> 
 
 
 @contextlib.contextmanager
-def sitting(directory: Path) -> Iterator[Callable[[], bool]]:
+def sitting(directory: Path, call: str) -> Iterator[Callable[[], bool]]:
     """Hold a folder to run what is left in it: without the parts of a killed process, and with its runs unpacked.
-    Yields the function of ``interruptible``.
+    Yields the function of ``interruptible``. call: the name in errors.
     """
-    with folder_lock(directory), interruptible() as interrupted:
+    with folder_lock(directory, call=call), interruptible() as interrupted:
         remove_parts(directory)
         archive.unpack(directory)
         yield interrupted

@@ -294,14 +294,15 @@ class _Run:
 
     def _non_finite(self, what: str, batch: Batch, *, backward: bool) -> NonFiniteError:
         where = self.processes.locate(self.model, batch, self.config, backward=backward)
-        return self._non_finite_error(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
+        error = self._non_finite_error(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
+        return NonFiniteError(f"{error} This update was not applied.")
 
     def _non_finite_error(self, what: str, where: str) -> NonFiniteError:
         path = self.folder / (checkpoints.FILE if self.processes.whole_files else SHARDS)
         good = f"{path} (step {self.last_checkpoint})" if self.last_checkpoint is not None else "none was written yet"
         return NonFiniteError(
             f"train: {what}: {where}. Last good checkpoint: {good}. "
-            "Lower the learning rate, lengthen the warm-up, or clip harder; this update was not applied."
+            "Lower the learning rate, lengthen the warm-up, or clip harder."
         )
 
     # evaluation

@@ -1,5 +1,6 @@
 """A comparison's specification: operators × learning rates × seeds on one task and model, with a JSON form."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ FILE = "comparison.json"
 SCHEMA = 1
 SLOT = "operator"
 """What stands in ``model.layers`` of comparison.json where each run puts its operator."""
+# of the 255 bytes that a name may have, some are left for the number that tells equal names apart
+_LONGEST_SLUG, _CUT_SLUG = 250, 100
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ class ComparisonSpec:
         slugs: dict[str, str] = {}
         for operator in self.operators:
             base = re.sub(r"[^a-z0-9.]+", "-", operator.lower()).strip("-.") or "operator"
+            if len(base) > _LONGEST_SLUG:  # a list of many layers: no file system has a name for all of it
+                base = f"{base[:_CUT_SLUG]}-{hashlib.sha256(operator.encode()).hexdigest()[:8]}"
             slug, number = base, 2
             while slug in slugs.values():
                 slug, number = f"{base}-{number}", number + 1

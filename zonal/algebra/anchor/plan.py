@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor.base import ROW_GAUGE, Anchor, Blocks, Marginals, Potentials
 from zonal.algebra.declaration import Derived, Move, require, require_one_of, require_positive, require_whole
+from zonal.algebra.solvers import once
 from zonal.errors import ConvergenceError, NonFiniteError
 from zonal.tracing import untraced
 
@@ -40,6 +41,10 @@ _PAST, _RISE, _REGULAR = 10, 2.0, 10.0
 # the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something:
 # where no plan exists, potentials grow without bound until a step is less than their rounding
 _FAR, _COARSE = 1e4, 1e-2
+_NO_SECOND = (
+    "attention: gradient='implicit' goes back through the fixed point of a plan and has no second derivative. "
+    "Use path='dense' with gradient='unrolled' where you need create_graph=True."
+)
 
 
 # log masses from (log a, log b)
@@ -233,6 +238,9 @@ class PlanAnchor(Anchor, abstract=True):
         df, dg = ((step.potential - old).double() for step, old in ((first, at.query), (second, at.key)))
         g = _times(solve, dg - right.square() * _times(plan.mT, df))
         f = df - left.square() * _times(plan, g)
+        if not torch.compiler.is_compiling():  # the matrix is constant, so that a second derivative would be wrong
+            for moved in (f, g):
+                moved.register_hook(lambda gradient: once(gradient, first.potential, _NO_SECOND))
         return at.query + f.to(at.query), at.key + g.to(at.key)
 
 

@@ -45,7 +45,7 @@ class Ridge(Anchor):
     ridge, made causal). relative: adds relative tr(G_t) / r to rho_t, with G_t the Gram matrix of the visible keys;
     this is a fraction of their mean eigenvalue, for the plain product z.z only. With a ``Decay`` prior the past decays
     as in ``primal.fading_weights``. compact: a memory keeps the factor of G + eps I in float32 in place of sums and an
-    inverse in float64, about a third of the bytes, and solves anew at each read.
+    inverse in float64, a quarter of the bytes (a third with powers above 0), and solves anew at each read.
 
     Raises: ArgumentError for numbers out of range. Source: Echo, eq. 13 with K = 0.
     """

@@ -21,10 +21,16 @@ class _Open(torch.autograd.Function):
     A gate at zero can thus be learned, and never becomes negative.
     """
 
+    # torch.func may pass through; no jvp beside it, which torch.compile would not take
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
         return x.clamp_min(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]

@@ -34,7 +34,7 @@ from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
 from zonal.memory import Memory, Tokens, WindowedSums
 from zonal.memory.sums import with_mass
-from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, taken
+from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, require_summed, taken
 
 _FEWEST = 32
 """Queries of a block of torch's window: with fewer, blocks repeat most of their keys."""
@@ -205,6 +205,7 @@ def _by_torch(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
 
 def _placed(call: Call) -> _Placed:
     held, memory, q = call.new_tokens, cast(WindowedSums | None, call.memory), call.q
+    require_summed("attention", held)
     if memory is not None:
         check_memory(call, memory)
         held = memory.followed(held)

@@ -1,8 +1,8 @@
 """The sparse path: each query keeps its largest entries among candidates from hash tables, and compares no other key.
 
-It approximates the anchor TopK, for operators that declare a search. Forward keeps y and two numbers per row: the least
-entry kept and the log of the row's sum. Backward computes candidates and scores again. With W = exp(S - whole) on the
-kept entries and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
+It approximates the anchor TopK, for operators that declare a search. Forward keeps y, the candidates and two numbers a
+row: the least entry kept and the log of the row's sum. Backward computes the scores of candidates again. With W =
+exp(S - whole) on the kept entries and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
 """
 
 from typing import Any, NamedTuple, cast

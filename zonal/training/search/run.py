@@ -91,7 +91,7 @@ class Search:
         number = None if workers == parallel.RAY else int(workers)
         if workers != 1:
             parallel.require_ray("Search.run")
-        with sitting(self.directory) as interrupted:
+        with sitting(self.directory, "search") as interrupted:
             if self.threads is None:
                 self.threads = threads_each(number or 1) if threads is None else threads
                 machine = surroundings(torch.device(self.spec.device), self.threads)
