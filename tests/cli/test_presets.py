@@ -31,7 +31,7 @@ EXPANDED = {
     "echo-table3": "32a109c6f6d1f543",
     "lifted-keys": "7a5101bd0e983486",
     "new-operators": "42b6950bbf2c0a55",
-    "rewa-ablation-components": "70591b78cd97a33d",
+    "rewa-ablation-components": "082916d26483fb70",
     "rewa-ablation-split": "efe81e4bd37c6d0e",
     "rewa-ablation-temperature": "009d80e324b0dbf2",
     "rewa-hypernyms": "7abc5bdee444b4c7",

@@ -48,7 +48,8 @@ class _Solution(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         with torch.no_grad():
             solved = ctx.solve(grad_outputs[0])
-        return once(solved, *ctx.saved_tensors, _NO_SECOND), None, None
+        (x,) = ctx.saved_tensors
+        return once(solved, x, _NO_SECOND), None, None
 
 
 def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
