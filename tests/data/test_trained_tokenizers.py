@@ -98,6 +98,13 @@ def test_a_file_without_the_separator_is_refused(file, tmp_path):
         tokenizers.resolve(str(tmp_path / "other.json"))
 
 
+def test_a_file_of_another_ending_is_told_what_is_missing(tmp_path):
+    path = tmp_path / "bpe.txt"
+    path.write_text("{}")
+    with pytest.raises(ArgumentError, match=r"must end with \.json, received .*bpe\.txt"):
+        tokenizers.resolve(str(path))
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(FileFormatError, match=r"none\.json does not exist"):
         tokenizers.resolve(str(tmp_path / "none.json"))

@@ -47,7 +47,7 @@ def attend(
 
     Raises:
         ArgumentError: the layer was not converted, or asks for something that operators do not support: soft caps,
-            the weights, dropout with a ``MemoryCache``, or another mask.
+            the weights, dropout with a ``MemoryCache``, another mask, or an offloaded operator.
     """
     call = "hf.attend"
     operator = operator_of(module)
@@ -56,7 +56,8 @@ def attend(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained."
         )
-    if not query.is_meta and any(weight.is_meta for weight in operator.parameters()):
+    first = next(operator.parameters(), None)  # a device_map places an operator whole
+    if first is not None and first.is_meta and not query.is_meta:
         raise ArgumentError(
             f"{call}: the operator of {type(module).__name__} is offloaded to the disk or the CPU by device_map, which "
             "brings weights only to modules that are called. Load the model with a device_map without offloading, "

@@ -196,8 +196,10 @@ def converted_config(kind: type[Any]) -> type[Any]:
     return type(f"Converted{kind.__name__}", (_ConfigMixin, kind), inside)
 
 
-class _Made:
-    """An object of a class that this module makes; pickle, which looks classes up by name, is told how."""
+class _Picklable:
+    """Lets users write objects of classes that this module makes with pickle (torch.save, worker processes), which would
+    look the classes up by name. This library reads no such file.
+    """
 
     converts: ClassVar[type[Any]]  # the class of what was converted
 
@@ -214,7 +216,7 @@ def _blank(make: Any, kind: type[Any]) -> Any:
     return made.__new__(made)
 
 
-class _ConfigMixin(_Made):
+class _ConfigMixin(_Picklable):
     """What makes the config of a model the config of a converted one."""
 
     model_type = ConvertedConfig.model_type
@@ -243,7 +245,7 @@ def _tell_auto_classes(kind: type[Any]) -> None:
             auto.register(converted_config(kind), converted_model(model), exist_ok=True)
 
 
-class _ModelMixin(_Made):
+class _ModelMixin(_Picklable):
     """What makes the class of a model that of a converted one: operators are in place before weights are loaded."""
 
     def __init__(self, config: Any, *inputs: Any, **others: Any) -> None:

@@ -407,11 +407,11 @@ class CausalLM(LanguageModel):
         """The fingerprint of the weights, computed again if one has changed; "" where some are on the meta device, such
         as those that accelerate has offloaded.
         """
-        if any(parameter.is_meta for parameter in self.parameters()):
+        parameters = list(self.parameters())
+        if any(parameter.is_meta for parameter in parameters):
             return ""
         state = tuple(
-            (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
-            for parameter in self.parameters()
+            (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in parameters
         )
         if self._known_origin is None or self._known_origin[0] != state:
             self._known_origin = (state, fingerprint(self))
