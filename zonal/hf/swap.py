@@ -197,8 +197,8 @@ def converted_config(kind: type[Any]) -> type[Any]:
 
 
 class _Picklable:
-    """Lets users write objects of classes that this module makes with pickle (torch.save, worker processes), which would
-    look the classes up by name. This library reads no such file.
+    """Lets users write objects of classes that this module makes with pickle (torch.save, worker processes), which
+    would look the classes up by name. This library reads no such file.
     """
 
     converts: ClassVar[type[Any]]  # the class of what was converted
