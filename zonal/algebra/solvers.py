@@ -44,7 +44,7 @@ def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, t
     return x * scale
 
 
-class _Once(torch.autograd.Function):
+class _FirstDerivativeOnly(torch.autograd.Function):
     """A gradient that depends on x and refuses to be differentiated again."""
 
     @staticmethod
@@ -60,15 +60,15 @@ class _Once(torch.autograd.Function):
         raise PathError(ctx.message)
 
 
-def once(gradient: Tensor, x: Tensor, message: str) -> Tensor:
+def first_derivative_only(gradient: Tensor, x: Tensor, message: str) -> Tensor:
     """The gradient of an implicit function of x, whose own derivative is not known: under ``create_graph`` a second
     derivative raises PathError with ``message``. Autograd's ``once_differentiable`` does not see that it depends on x.
     """
     if not torch.is_grad_enabled():
         return gradient
-    found = _Once.apply(gradient, x, message)
+    found = _FirstDerivativeOnly.apply(gradient, x, message)
     assert isinstance(found, Tensor)
     return found
 
 
-__all__ = ["Apply", "conjugate_gradients", "once"]
+__all__ = ["Apply", "conjugate_gradients", "first_derivative_only"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal.algebra.solvers import Apply, conjugate_gradients, once
+from zonal.algebra.solvers import Apply, conjugate_gradients, first_derivative_only
 
 _NO_SECOND = (
     "nn: a layer that solves for its queries (MesaNet, GatedKalmaNet) goes back through the solution and has no second "
@@ -49,7 +49,7 @@ class _Solution(torch.autograd.Function):
         with torch.no_grad():
             solved = ctx.solve(grad_outputs[0])
         (x,) = ctx.saved_tensors
-        return once(solved, x, _NO_SECOND), None, None
+        return first_derivative_only(solved, x, _NO_SECOND), None, None
 
 
 def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:

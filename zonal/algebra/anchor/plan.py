@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor.base import ROW_GAUGE, Anchor, Blocks, Marginals, Potentials
 from zonal.algebra.declaration import Derived, Move, require, require_one_of, require_positive, require_whole
-from zonal.algebra.solvers import once
+from zonal.algebra.solvers import first_derivative_only
 from zonal.errors import ConvergenceError, NonFiniteError
 from zonal.tracing import untraced
 
@@ -240,7 +240,7 @@ class PlanAnchor(Anchor, abstract=True):
         f = df - left.square() * _times(plan, g)
         if not torch.compiler.is_compiling():  # the matrix is constant, so that a second derivative would be wrong
             for moved in (f, g):
-                moved.register_hook(lambda gradient: once(gradient, first.potential, _NO_SECOND))
+                moved.register_hook(lambda gradient: first_derivative_only(gradient, first.potential, _NO_SECOND))
         return at.query + f.to(at.query), at.key + g.to(at.key)
 
 
