@@ -4,12 +4,13 @@ import atexit
 import contextlib
 import functools
 import gzip
+import io
 import json
 import os
 import shutil
+import tarfile
 import tempfile
 import threading
-import zipfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,7 +262,7 @@ def change(file: Path, each: Damage) -> None:
         file.write_bytes(data[:at])
     elif each.change == "flip":
         file.write_bytes(data[:at] + bytes([data[at] ^ 1 << each.value % 8]) + data[at + 1 :] if data else b"")
-    elif file.suffix == ".zip" and each.change != "write":
+    elif file.suffix == ".xz" and each.change != "write":
         _repack(file, each, value)
     elif each.change == "write" or file.suffix in (".bin", ".gguf", ".html", ".jinja", ".md") or file.name == "images":
         file.write_bytes(data[:at] + BYTES[each.value % len(BYTES)] + data[at + each.value :])
@@ -314,8 +315,7 @@ NAMES = (
 
 def _repack(file: Path, each: Damage, value: Any) -> None:
     """An archive with an entry under another name, with other contents, or without it."""
-    with zipfile.ZipFile(file) as archive:
-        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    entries = list(archive.read(file).items())
     at = each.place % len(entries)
     name, data = entries[at]
     if each.change == "tensor":
@@ -324,11 +324,11 @@ def _repack(file: Path, each: Damage, value: Any) -> None:
         del entries[at]
     else:
         entries[at] = name, json.dumps(_replaced(json.loads(data.splitlines()[0]), each.place, value, False)).encode()
-    with zipfile.ZipFile(
-        file, "w", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)[each.file % 3]
-    ) as made:
+    with tarfile.open(file, "w:xz", format=(tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)[each.file % 2]) as made:
         for name, data in entries:
-            made.writestr(name, data)
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            made.addfile(entry, io.BytesIO(data))
 
 
 def _told(index: Path, file: Path) -> None:

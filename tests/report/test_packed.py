@@ -2,9 +2,10 @@
 
 import errno
 import json
+import lzma
 import os
 import signal
-import zipfile
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,26 +41,29 @@ def test_what_is_kept(folder, packed):
     assert sorted(path.name for path in packed.iterdir()) == [
         "comparison.json",
         "report.md",
-        "runs.zip",
+        "runs.tar.xz",
         "summary.json",
     ]
-    with zipfile.ZipFile(packed / "runs.zip") as found:
-        assert len(found.namelist()) == 2 * len(list(folder.glob("runs/*/*")))
-        for name in found.namelist():
-            before, after = (folder / name).read_bytes(), found.read(name)
-            if name.endswith("run.json"):
-                assert after == before
-                continue
-            lines = [line for line in before.splitlines() if line.endswith(b"}")]
-            kinds = [json.loads(line)["kind"] for line in after.splitlines()]
-            assert kinds.count("train") == archive.POINTS
-            assert [line for line in after.splitlines() if b'"eval"' in line] == [
-                line for line in lines if b'"eval"' in line
-            ]
-            training = [line for line in lines if b'"train"' in line]
-            kept = [line for line in after.splitlines() if b'"train"' in line]
-            assert (kept[0], kept[-1]) == (training[0], training[-1])
-            assert set(kept) < set(training)
+    with tarfile.open(packed / "runs.tar.xz") as plain:  # what tar makes of it
+        assert all(entry.isfile() and entry.mode == 0o644 and entry.mtime == 0 for entry in plain)
+        assert sorted(plain.getnames()) == sorted(archive.read(packed / "runs.tar.xz"))
+    found = archive.read(packed / "runs.tar.xz")
+    assert len(found) == 2 * len(list(folder.glob("runs/*/*")))
+    for name, after in found.items():
+        before = (folder / name).read_bytes()
+        if name.endswith("run.json"):
+            assert after == before
+            continue
+        lines = [line for line in before.splitlines() if line.endswith(b"}")]
+        kinds = [json.loads(line)["kind"] for line in after.splitlines()]
+        assert kinds.count("train") == archive.POINTS
+        assert [line for line in after.splitlines() if b'"eval"' in line] == [
+            line for line in lines if b'"eval"' in line
+        ]
+        training = [line for line in lines if b'"train"' in line]
+        kept = [line for line in after.splitlines() if b'"train"' in line]
+        assert (kept[0], kept[-1]) == (training[0], training[-1])
+        assert set(kept) < set(training)
 
 
 def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
@@ -68,8 +72,7 @@ def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
         (run / "diagnostics.json").write_text(json.dumps(measured(0)))
         (run / "witnesses.json").write_text(json.dumps(placed()))
     small = packing.pack(made, tmp_path / "y")
-    with zipfile.ZipFile(small / "runs.zip") as found:
-        names = [Path(name) for name in found.namelist()]
+    names = [Path(name) for name in archive.read(small / "runs.tar.xz")]
     assert sum(name.name == "run.json" for name in names) == len(list(made.glob("runs/*/*"))) > 4
     best = {
         row.operator: (f"lr-{row.learning_rate}", min(run.seed for run in row.runs))
@@ -94,7 +97,7 @@ def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
 
 def test_the_same_runs_are_the_same_bytes(folder, packed, tmp_path):
     again = packing.pack(folder, tmp_path / "y")
-    assert (again / "runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+    assert (again / "runs.tar.xz").read_bytes() == (packed / "runs.tar.xz").read_bytes()
 
 
 def test_pages_are_those_of_the_unpacked_folder(folder, packed, tmp_path):
@@ -117,36 +120,37 @@ def test_unpacking_gives_the_runs_back(packed, tmp_path):
     there = copy(packed, tmp_path / "z")
     before = report.load(packed).runs
     archive.unpack(there)
-    assert not (there / "runs.zip").exists()
+    assert not (there / "runs.tar.xz").exists()
     assert report.load(there).runs == before
     archive.unpack(there)  # nothing is left to do
     assert (
-        packing.pack(there, tmp_path / "again").joinpath("runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+        packing.pack(there, tmp_path / "again").joinpath("runs.tar.xz").read_bytes()
+        == (packed / "runs.tar.xz").read_bytes()
     )
 
 
 def test_unpacking_that_was_killed_goes_on(packed, tmp_path):
     there = copy(packed, tmp_path / "z")
-    whole = (there / "runs.zip").read_bytes()
+    whole = (there / "runs.tar.xz").read_bytes()
     archive.unpack(there)
-    (there / "runs.zip").write_bytes(whole)  # killed between the folders and the end of the archive
+    (there / "runs.tar.xz").write_bytes(whole)  # killed between the folders and the end of the archive
     assert report.load(there).runs == report.load(packed).runs
     archive.unpack(there)
-    assert not (there / "runs.zip").exists()
+    assert not (there / "runs.tar.xz").exists()
 
 
 def test_other_runs_beside_an_archive_are_refused(packed, tmp_path):
     there = copy(packed, tmp_path / "z")
-    whole = (there / "runs.zip").read_bytes()
+    whole = (there / "runs.tar.xz").read_bytes()
     archive.unpack(there)
-    (there / "runs.zip").write_bytes(whole)
+    (there / "runs.tar.xz").write_bytes(whole)
     next(there.glob("runs/sko/*/run.json")).write_text("{}")
     for act in (report.load, archive.unpack):
         with pytest.raises(
-            FileFormatError, match=r"runs\.zip and other runs beside it \(runs/sko/.*run.json differs\)"
+            FileFormatError, match=r"runs\.tar\.xz and other runs beside it \(runs/sko/.*run.json differs\)"
         ):
             act(there)
-    assert (there / "runs.zip").exists()
+    assert (there / "runs.tar.xz").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,16 +160,52 @@ def test_other_runs_beside_an_archive_are_refused(packed, tmp_path):
         lambda data: data[:-1],
         lambda data: b"",
         lambda data: data[:2000] + b"?" * 40 + data[2040:],
-        lambda data: data.replace(b"runs/sko", b"runs/../"),
-        lambda data: data.replace(b"run.json", b"run.ppkl"),
+        lambda data: data + b"?",
+        lambda data: lzma.compress(lzma.decompress(data)[:3000]),
+        lambda data: lzma.compress(b"no archive"),
     ],
 )
 def test_a_damaged_archive_is_refused_by_name(packed, tmp_path, damage):
     there = copy(packed, tmp_path / "z")
-    (there / "runs.zip").write_bytes(damage((there / "runs.zip").read_bytes()))
+    (there / "runs.tar.xz").write_bytes(damage((there / "runs.tar.xz").read_bytes()))
     for act in (report.load, archive.unpack):
-        with pytest.raises(FileFormatError, match=r"z/runs\.zip"):
+        with pytest.raises(FileFormatError, match=r"z/runs\.tar\.xz"):
             act(there)
+    assert not (there / "runs").exists()
+
+
+def entry(name="runs/sko/x/run.json", kind=tarfile.REGTYPE):
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, "/etc/hostname"
+    return made
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry("runs/../x/run.json")],
+        [entry("../runs/x/run.json")],
+        [entry("/runs/x/run.json")],
+        [entry("runs/sko/x/run.pickle")],
+        [entry("runs/run.json")],
+        [entry("other/sko/x/run.json")],
+        [entry(), entry()],
+        [entry(kind=tarfile.SYMTYPE)],
+        [entry(kind=tarfile.LNKTYPE)],
+        [entry(kind=tarfile.DIRTYPE)],
+        [entry(kind=tarfile.FIFOTYPE)],
+    ],
+    ids=lambda entries: f"{len(entries)}-{entries[0].name}-{entries[0].type!r}",
+)
+def test_an_archive_of_other_things_is_refused(packed, tmp_path, entries):
+    there = copy(packed, tmp_path / "z")
+    with tarfile.open(there / "runs.tar.xz", "w:xz") as made:
+        for each in entries:
+            made.addfile(each)
+    for act in (report.load, archive.unpack):
+        with pytest.raises(FileFormatError, match=r"z/runs\.tar\.xz holds '.*', which is no file of a run"):
+            act(there)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["z"]
     assert not (there / "runs").exists()
 
 
@@ -249,7 +289,9 @@ def test_a_disk_that_refuses_is_told_by_the_folder_that_was_named(folder, packed
 
     there = copy(packed, tmp_path / "z")
     with monkeypatch.context() as patched:
-        patched.setattr(archive.zipfile.ZipFile, "extractall", full)
+        patched.setattr(archive, "_put", full)
+        with pytest.raises(InsufficientSpaceError, match="report: no space left while writing "):
+            report.load(there)
         with pytest.raises(InsufficientSpaceError, match=r"unpack: no space left while writing .*z\."):
             archive.unpack(there)
         patched.setattr(archive, "write", full)
@@ -265,7 +307,7 @@ def test_a_disk_that_refuses_is_told_by_the_folder_that_was_named(folder, packed
 
 def test_on_the_command_line(folder, packed, tmp_path, capsys):
     assert main(["report", str(folder), "--pack", str(tmp_path / "y")]) == 0
-    assert (tmp_path / "y/runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+    assert (tmp_path / "y/runs.tar.xz").read_bytes() == (packed / "runs.tar.xz").read_bytes()
     assert main(["report", str(tmp_path / "y")]) == 0
     assert f"Report: {tmp_path / 'y/report.html'}" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 2
@@ -288,7 +330,7 @@ def test_a_search_is_packed_with_its_regimes(tmp_path):
         "findings.json",
         "recipe.json",
         "report.md",
-        "runs.zip",
+        "runs.tar.xz",
         "search.json",
     ]
     archive.unpack(found)

@@ -60,7 +60,7 @@ def test_a_packed_comparison_goes_on(whole, tmp_path):
     assert tuple(found.records()) == result.runs
     again = found.run()
     assert (again.status, again.runs) == ("done", result.runs)
-    assert not (packed / "runs.zip").exists()
+    assert not (packed / "runs.tar.xz").exists()
     # what was lost is run again, to the same numbers
     shutil.rmtree(next(packed.glob("runs/softmax/*")))
     assert [run.final for run in Comparison.open(packed).run().runs] == [run.final for run in result.runs]

@@ -222,7 +222,7 @@ def test_a_packed_search_trains_nothing(whole, tmp_path):
     result = Search.open(packed).run(on_event=seen.append)
     assert not [event for event in seen if isinstance(event, kinds.StepDone)]
     assert result.winner == whole[1].winner
-    assert not (packed / "runs.zip").exists()
+    assert not (packed / "runs.tar.xz").exists()
 
 
 def test_a_stop_is_a_stop_and_a_budget_an_end(whole, tmp_path):

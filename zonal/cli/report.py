@@ -13,7 +13,7 @@ from zonal.report import packing
 DESCRIPTION = """\
 Write report.html, report.md and summary.json from the files of a comparison, or the two pages of a search. The runs
 may be packed. With --pack, write a small copy of one folder into a new folder instead: its settings, report.md and
-runs.zip, which holds the runs that have ended: their records, all evaluations, 50 points of each training curve, and
+runs.tar.xz, which holds the runs that have ended: their records, all evaluations, 50 points of each training curve, and
 the diagnostics of the runs that the page draws. Weights, report.html and runs that have not ended are left out.
 
 Examples:

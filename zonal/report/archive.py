@@ -1,43 +1,34 @@
-"""``runs.zip``: the runs of a finished comparison or search in one file, at their paths in its folder.
+"""``runs.tar.xz``: the runs of a finished comparison or search in one file, at their paths in its folder.
 
-The file is a plain zip archive (bzip2), so ``unzip`` also makes the folder again. It keeps of every run: ``run.json``
-as it is, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines of training. Of the runs that the page draws it
-also keeps ``diagnostics.json`` and ``witnesses.json``. Weights and TensorBoard events are not kept. The same runs give
-the same bytes.
+The file is a plain tar archive, so ``tar -xf`` also makes the folder again. It is compressed as a whole, because runs
+resemble each other: a zip archive, which compresses each file by itself, takes nearly twice as much. It keeps of every
+run: ``run.json`` as it is, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines of training. Of the runs that
+the page draws it also keeps ``diagnostics.json`` and ``witnesses.json``. Weights and TensorBoard events are not kept.
+The same runs give the same bytes.
 """
 
 import contextlib
+import io
 import json
+import lzma
 import os
 import shutil
+import tarfile
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterator
-from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
 from zonal.errors import FileFormatError
 from zonal.store import write_error
 
-NAME = "runs.zip"
+NAME = "runs.tar.xz"
 POINTS = 50
 KEPT = ("comparison.json", "run.json", "metrics.jsonl", "diagnostics.json", "witnesses.json")
 """The files of a run that are kept, and what a search keeps beside its runs."""
 TREES = ("runs", "regimes")
 """Where the runs of a comparison and of a search are in its folder."""
-# zip has no field for an unknown time; this is its earliest
-_DATE = (1980, 1, 1, 0, 0, 0)
-_DAMAGED = (
-    zipfile.BadZipFile,
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    zlib.error,
-)  # RuntimeError: of unknown methods, of passwords
-_MOST = 2**31
-"""Bytes that all runs of an archive may have. A comparison of a hundred runs has a hundredth of it."""
+_MOST = 2**28
+"""Bytes that all runs of an archive may have. A comparison of a hundred runs has less than a fiftieth of it."""
 
 
 def members(folder: Path) -> dict[str, bytes]:
@@ -68,30 +59,80 @@ def _thinned(path: Path) -> bytes:
 
 
 def write(path: Path, contents: dict[str, bytes]) -> None:
-    """Write an archive. Its bytes depend on ``contents`` alone: names are sorted, dates are fixed."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in sorted(contents):
-            entry = zipfile.ZipInfo(name, _DATE)
-            entry.compress_type, entry.external_attr = zipfile.ZIP_BZIP2, 0o644 << 16
-            archive.writestr(entry, contents[name], compresslevel=9)
+    """Write an archive. Its bytes depend on ``contents`` alone: names are sorted, dates and owners are fixed."""
+    # files of one kind stand side by side, where the compressor sees that they are alike
+    names = sorted(contents, key=lambda name: (PurePosixPath(name).name, name))
+    with tarfile.open(path, "w:xz", preset=9) as archive:
+        for name in names:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(contents[name]), 0o644
+            archive.addfile(entry, io.BytesIO(contents[name]))
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """All that an archive of runs holds, by name. Raises: FileFormatError."""
+    try:
+        with lzma.open(path) as file:
+            whole = file.read(_MOST + 1)
+        entries = _entries(whole) if len(whole) <= _MOST else []
+    except (lzma.LZMAError, tarfile.TarError, OSError, EOFError, ValueError) as error:
+        raise FileFormatError(
+            f"report: {path} is not a whole archive ({error}). It was cut short or damaged; take another copy of it."
+        ) from error
+    if len(whole) > _MOST:
+        raise FileFormatError(
+            f"report: {path} would unpack to more than {_MOST:,} bytes. Another program made it, or it was damaged."
+        )
+    contents: dict[str, bytes] = {}
+    for name, data in entries:
+        if data is None or name in contents or not _is_of_a_run(name):
+            raise FileFormatError(
+                f"report: {path} holds {name!r}, which is no file of a run, or stands there twice. "
+                "Another program made it."
+            )
+        contents[name] = data
+    return contents
+
+
+def _entries(archive: bytes) -> list[tuple[str, bytes | None]]:
+    """The names in a tar archive, each with its contents; None for a link, a device or a file with holes."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+        files = [
+            (entry, opened.extractfile(entry) if entry.isreg() and not entry.issparse() else None) for entry in opened
+        ]
+        return [(entry.name, None if file is None else file.read()) for entry, file in files]
+
+
+def _is_of_a_run(name: str) -> bool:
+    """Whether runs have a file of this name. No such name leads out of a folder."""
+    place = PurePosixPath(name)
+    plain = place.as_posix() == name and ".." not in place.parts and "\0" not in name
+    return plain and len(place.parts) > 2 and place.parts[0] in TREES and place.name in KEPT
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[Traversable]:
-    """The runs in ``folder``, packed or not, as a folder to read: ``root / "runs"`` and what is below.
+def opened(folder: Path) -> Iterator[Path]:
+    """The runs in ``folder``, packed or not, as a folder to read, which has ``runs``. Packed runs lie in a temporary
+    one until the end.
 
     Raises: FileFormatError naming the archive when it is damaged, or when other runs lie unpacked beside it.
+    InsufficientSpaceError and FileWriteError where the temporary folder cannot be written.
     """
     path = folder / NAME
     if not path.is_file() or _beside(folder):
         yield folder
         return
-    with _archive(path) as archive:
-        yield zipfile.Path(archive)
+    contents = read(path)
+    with tempfile.TemporaryDirectory(prefix="zonal.runs.") as made:
+        try:
+            _put(contents, Path(made))
+        except OSError as error:
+            raise write_error("report", Path(made), error) from error
+        yield Path(made)
 
 
 def unpack(folder: Path) -> None:
-    """Replace ``runs.zip`` in ``folder`` by the folders that it holds; nothing happens where there is none.
+    """Replace ``runs.tar.xz`` in ``folder`` by the folders that it holds; nothing happens where there is none.
 
     A process that is killed leaves the archive in place until all runs are there.
 
@@ -101,10 +142,9 @@ def unpack(folder: Path) -> None:
     path = folder / NAME
     if not path.is_file():
         return
-    beside = _beside(folder)
+    if not _beside(folder):
+        _unpack_beside(path)
     try:
-        if not beside:
-            _unpack_beside(path)
         path.unlink()
     except OSError as error:
         raise write_error("unpack", folder, error) from error
@@ -112,14 +152,24 @@ def unpack(folder: Path) -> None:
 
 def _unpack_beside(path: Path) -> None:
     """Put the folders of an archive beside it."""
-    staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=path.parent))
+    contents = read(path)
     try:
-        with _archive(path) as archive:
-            archive.extractall(staging)
-        for tree in staging.iterdir():
-            os.replace(tree, path.parent / tree.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=path.parent))
+        try:
+            _put(contents, staging)
+            for tree in staging.iterdir():
+                os.replace(tree, path.parent / tree.name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise write_error("unpack", path.parent, error) from error
+
+
+def _put(contents: dict[str, bytes], folder: Path) -> None:
+    """Write files into a folder that is empty."""
+    for name, data in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _beside(folder: Path) -> bool:
@@ -128,42 +178,10 @@ def _beside(folder: Path) -> bool:
     """
     if not any((folder / tree).exists() for tree in TREES):
         return False
-    with _archive(folder / NAME) as archive:
-        for name in archive.namelist():
-            if not (folder / name).is_file() or (folder / name).read_bytes() != archive.read(name):
-                raise FileFormatError(
-                    f"report: {folder} holds {NAME} and other runs beside it ({name} differs). "
-                    "Delete the archive or the folders, whichever is out of date."
-                )
-    return True
-
-
-@contextlib.contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """A whole archive of runs, opened. Raises: FileFormatError."""
-    with contextlib.ExitStack() as stack:
-        try:
-            archive = stack.enter_context(zipfile.ZipFile(path))
-            size = sum(entry.file_size for entry in archive.infolist())
-            if size > _MOST:  # no more than that is unpacked of any entry
-                raise FileFormatError(
-                    f"report: {path} would unpack to {size:,} bytes, at most {_MOST:,} are read. "
-                    "Another program made it, or it was damaged."
-                )
-            damaged = archive.testzip()
-        except FileFormatError:
-            raise
-        except _DAMAGED as error:
+    for name, data in read(folder / NAME).items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != data:
             raise FileFormatError(
-                f"report: {path} is not a whole archive ({error}). "
-                "It was cut short or damaged; take another copy of it."
-            ) from error
-        if damaged is not None:
-            raise FileFormatError(f"report: {path} is damaged at {damaged}. Take another copy of it.")
-        for name in archive.namelist():
-            parts = PurePosixPath(name).parts
-            if ".." in parts or len(parts) < 3 or parts[0] not in TREES or parts[-1] not in KEPT:
-                raise FileFormatError(
-                    f"report: {path} holds {name!r}, which is no file of a run. Another program made it."
-                )
-        yield archive
+                f"report: {folder} holds {NAME} and other runs beside it ({name} differs). "
+                "Delete the archive or the folders, whichever is out of date."
+            )
+    return True

@@ -14,7 +14,7 @@ The file is plain numbers, so that whatever measures a trained model can write i
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from zonal.errors import ArgumentError
@@ -53,7 +53,7 @@ class Diagnostics:
     heads: tuple[Head, ...] = ()
 
 
-def load(folder: Traversable) -> Diagnostics | None:
+def load(folder: Path) -> Diagnostics | None:
     """The diagnostics in a run's folder, None where there are none.
 
     Raises: FileFormatError naming the file and what in it is not as above.

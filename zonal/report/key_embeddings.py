@@ -16,7 +16,7 @@ While a run trains, each evaluation's line in ``metrics.jsonl`` may hold
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from zonal.errors import ArgumentError
@@ -49,7 +49,7 @@ class KeyEmbeddings:
     spaces: tuple[Space, ...]
 
 
-def load(folder: Traversable) -> KeyEmbeddings | None:
+def load(folder: Path) -> KeyEmbeddings | None:
     """The points in a run's folder, None where there are none.
 
     Raises: FileFormatError naming the file and what in it is not as above.

@@ -39,7 +39,7 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Write the packed form of a comparison or a finished search into the new folder ``out``; ``folder`` stays as it
     is.
 
-    ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.zip`` (see
+    ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.tar.xz`` (see
     ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Of a comparison it
     leaves out runs that have not ended, which ``zonal compare --resume`` makes, and what was seen inside memories and
     keys of runs that the page does not draw.

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,7 +179,7 @@ def _metrics(values: Any, name: str) -> Metrics | None:
     return made(Metrics, {**values, "transfer": transfer}, name)
 
 
-def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
+def _points(path: Path) -> dict[str, tuple[Point, ...]]:
     """The curves of one run, by kind. A step that was repeated after a resume counts once, with its last values."""
     curves: dict[str, dict[int, Point]] = {"train": {}, "eval": {}}
     try:
@@ -209,7 +208,7 @@ def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
     return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
 
 
-def _run(folder: Traversable) -> Run:
+def _run(folder: Path) -> Run:
     path = folder / "run.json"
     curves = _points(folder / "metrics.jsonl")
     with understood("report", path):
@@ -232,7 +231,7 @@ def _run(folder: Traversable) -> Run:
     return run
 
 
-def _run_folders(runs: Traversable) -> list[Traversable]:
+def _run_folders(runs: Path) -> list[Path]:
     """The folders of ``runs`` that hold a run, in the order of their names."""
     operators = [found for found in runs.iterdir() if found.is_dir()] if runs.is_dir() else []
     found = [run for operator in operators for run in operator.iterdir() if (run / "run.json").is_file()]

@@ -12,7 +12,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -299,7 +298,7 @@ class Comparison:
                 left.append(run)
         return left
 
-    def _record(self, run: PlannedRun, root: Traversable | None = None) -> RunResult:
+    def _record(self, run: PlannedRun, root: Path | None = None) -> RunResult:
         """What run.json of a run says. root: where the runs are, by default in the folder itself."""
         folder = (root or self.directory) / run.name
         if (folder / RECORD).is_file():

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +68,7 @@ class RunResult:
         return events.RunFinished(run, **{name: getattr(self, name) for name in names}, skipped=skipped)
 
     @classmethod
-    def read(cls, directory: Traversable) -> "RunResult":
+    def read(cls, directory: Path) -> "RunResult":
         """Read run.json of ``directory``. Raises FileFormatError when it is absent, damaged or of another kind."""
         path = directory / FILE
         values = checked(path, read_json(path))
