@@ -13,7 +13,7 @@ of it, fills the words, which must then stand in what follows: up to the second 
 the cell after n others in the row of the table that begins with that title.
 """
 
-import contextlib
+import functools
 import json
 import math
 import re
@@ -106,8 +106,13 @@ def cell(text: str, title: str, column: int) -> str:
 def record(file: str) -> Any:
     """A file under results/; those of runs are packed."""
     folder, tree, rest = file.partition("/runs/")
-    with archive.opened(ROOT / folder) if tree else contextlib.nullcontext(ROOT) as root:
-        return json.loads((root / f"runs/{rest}" if tree else root / file).read_text(encoding="utf-8"))
+    return json.loads(packed(folder)[f"runs/{rest}"] if tree else (ROOT / file).read_bytes())
+
+
+@functools.cache
+def packed(folder: str) -> dict[str, bytes]:
+    """The runs of a record, each file once unpacked for all claims."""
+    return archive.read(ROOT / folder / archive.NAME)
 
 
 CLAIMS = [claim for page in PAGES for claim in claims(page)]
