@@ -13,7 +13,7 @@ from report.comparison_folder import write_comparison
 from report.test_report_diagnostics import data_of, measured
 from report.test_report_key_embeddings import placed
 
-from zonal import report
+from zonal import report, store
 from zonal.cli.app import main
 from zonal.errors import ArgumentError, FileFormatError, FileWriteError, InsufficientSpaceError
 from zonal.report import archive, packing
@@ -317,6 +317,27 @@ def test_on_the_command_line(folder, packed, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count(f"{tmp_path} has no comparison.json and no search.json") == 2
     assert "takes one folder" in said
+
+
+def test_paths_stand_as_the_command_named_them(tmp_path):
+    command = "zonal compare --task text --data 'texts/**/*.rst' --tokenizer bpe.json --out /runs/x"
+    task = {"name": "text", "source": "/home/me/texts/**/*.rst", "tokenizer": "/home/me/bpe.json", "other": "/a/b.txt"}
+    made = write_comparison(tmp_path / "x", rates=(0.001,), steps=30, changes={"command": command, "task": task})
+    small = packing.pack(made, tmp_path / "y")
+    kept = json.loads((small / "comparison.json").read_text())
+    assert kept["task"] == task | {"source": "texts/**/*.rst", "tokenizer": "bpe.json"}
+    assert json.loads((made / "comparison.json").read_text())["task"] == task
+    assert "/home/me" not in (small / "report.md").read_text()
+    store.checked(small / "comparison.json", kept)
+    assert report.load(small).command == command
+
+
+@pytest.mark.parametrize("command", ["zonal compare --out 'x", 3])
+def test_a_command_that_is_none_is_not_packed(tmp_path, command):
+    made = write_comparison(tmp_path / "x", rates=(0.001,), steps=30, changes={"command": command})
+    with pytest.raises(FileFormatError, match=r"comparison\.json"):
+        packing.pack(made, tmp_path / "y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
 
 
 def test_a_search_is_packed_with_its_regimes(tmp_path):

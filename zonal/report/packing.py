@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from zonal.report import archive, charts, diagnostics, key_embeddings, search
 
 KEPT = ("comparison.json", "search.json", "findings.json", "recipe.json")
 """Files kept beside the archive. The pages and ``summary.json`` are made from these files and from the runs."""
+SETTINGS = ("comparison.json", "search.json")
+"""Those of them that hold the task and the command."""
 ENDED = ("done", "failed")
 
 
@@ -42,7 +45,8 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.tar.xz`` (see
     ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Of a comparison it
     leaves out runs that have not ended, which ``zonal compare --resume`` makes, and what was seen inside memories and
-    keys of runs that the page does not draw.
+    keys of runs that the page does not draw. Paths of texts and tokenisers stand as the command named them, without the
+    folder of the machine in which they lay.
 
     Raises: ArgumentError when ``out`` is there already, no run has ended, or runs of a search have not. FileFormatError
     when a file in ``folder`` is damaged. InsufficientSpaceError when the disk is full, FileWriteError for what else the
@@ -70,6 +74,8 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         with store.staged_folder(target) as staging:
             for name, data in settings.items():
                 store.write_bytes(staging / name, data)
+                if name in SETTINGS:
+                    _name_paths_as_commanded(staging / name)
             archive.write(staging / archive.NAME, contents)
             page, _ = write_pages(staging)
             page.unlink()
@@ -80,6 +86,20 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             raise store.write_error("pack", target, error) from error
         raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
+
+
+def _name_paths_as_commanded(path: Path) -> None:
+    """Shorten the paths in the task of an experiment to what its command says, where they end like that."""
+    record = store.checked(path, store.read_json(path), "pack")
+    with store.understood("pack", path):
+        words = shlex.split(record.get("command", ""))
+        named = {
+            key: max((word for word in words if word and value.endswith(f"/{word}")), key=len, default=value)
+            for key, value in record["task"].items()
+            if isinstance(value, str) and os.path.isabs(value)
+        }
+    if named:
+        store.write_checked(path, {**record, "task": record["task"] | named})
 
 
 def _undrawn(folder: Path, runs: Mapping[str, bytes]) -> set[str]:
