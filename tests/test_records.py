@@ -103,6 +103,7 @@ def cell(text: str, title: str, column: int) -> str:
     return found[0]
 
 
+@functools.cache
 def record(file: str) -> Any:
     """A file under results/; those of runs are packed."""
     folder, tree, rest = file.partition("/runs/")
