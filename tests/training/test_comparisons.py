@@ -409,6 +409,14 @@ def test_screening_by_all_seeds_is_no_screening():
     assert len(screened.runs()) == screened.runs_each * len(screened.operators) == 4 * len(screened.operators)
 
 
+def test_one_rate_is_not_screened():
+    """Its seeds can run side by side."""
+    screened, whole = a_spec(learning_rates=(1e-3,), screening_seeds=1), a_spec(learning_rates=(1e-3,))
+    assert screened.screening_seeds is None
+    assert screened.identity() == whole.identity()
+    assert {run.seed for run in screened.runs()} == set(screened.seeds)
+
+
 def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monkeypatch):
     spec = a_spec(operators=("softmax",), learning_rates=(0.01, 0.02, 0.04))
     comparison = Comparison(tmp_path, spec)

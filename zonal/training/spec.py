@@ -51,7 +51,7 @@ class ComparisonSpec:
     seeds: data order and initial weights; the same for every operator.
     learning_rates: the grid, the same for every operator; empty means ``training.learning_rate`` alone.
     screening_seeds: only the first so many seeds try all rates; the others take the best rate of their operator on
-        those. None, or as many as there are seeds: all seeds try all rates.
+        those. None, as many as there are seeds, or one rate: all seeds try all rates.
     budget_seconds: wall-clock for everything, measuring and evaluating included; None takes ``training.steps``.
     labels: names for people, one an operator; empty takes the specs.
     device: "cpu", "cuda" or "cuda:1".
@@ -114,7 +114,8 @@ class ComparisonSpec:
                 "ComparisonSpec: screening_seeds must be at least 1 and at most the number of seeds "
                 f"({len(self.seeds)}), or None, got {self.screening_seeds}."
             )
-        if self.screening_seeds == len(self.seeds):  # one name for one comparison
+        # one name for one comparison; and no seed waits for others where there is one rate
+        if self.screening_seeds == len(self.seeds) or len(self.learning_rates) < 2:
             object.__setattr__(self, "screening_seeds", None)
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
