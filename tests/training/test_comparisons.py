@@ -402,19 +402,11 @@ def test_screening_is_by_seeds_that_are_there(seeds):
         a_spec(screening_seeds=seeds)
 
 
-def test_screening_by_all_seeds_is_no_screening():
-    screened, whole = a_spec(learning_rates=(1e-3, 1e-2), screening_seeds=2), a_spec(learning_rates=(1e-3, 1e-2))
-    assert screened.screening_seeds is None
-    assert screened.identity() == whole.identity()
-    assert len(screened.runs()) == screened.runs_each * len(screened.operators) == 4 * len(screened.operators)
-
-
-def test_one_rate_is_not_screened():
-    """Its seeds can run side by side."""
-    screened, whole = a_spec(learning_rates=(1e-3,), screening_seeds=1), a_spec(learning_rates=(1e-3,))
-    assert screened.screening_seeds is None
-    assert screened.identity() == whole.identity()
-    assert {run.seed for run in screened.runs()} == set(screened.seeds)
+@pytest.mark.parametrize(("rates", "seeds"), [((1e-3, 1e-2), 2), ((1e-3,), 1)])
+def test_all_seeds_or_one_rate_are_no_screening(rates, seeds):
+    screened, whole = a_spec(learning_rates=rates, screening_seeds=seeds), a_spec(learning_rates=rates)
+    assert (screened.screening_seeds, screened.identity()) == (None, whole.identity())
+    assert len(screened.runs()) == screened.runs_each * len(screened.operators) == 2 * len(rates) * len(whole.operators)
 
 
 def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monkeypatch):
