@@ -96,11 +96,12 @@ def read(path: Path) -> dict[str, bytes]:
 
 def _entries(archive: bytes) -> list[tuple[str, bytes | None]]:
     """The names in a tar archive, each with its contents; None for a link, a device or a file with holes."""
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
-        files = [
-            (entry, opened.extractfile(entry) if entry.isreg() and not entry.issparse() else None) for entry in opened
-        ]
-        return [(entry.name, None if file is None else file.read()) for entry, file in files]
+    entries: list[tuple[str, bytes | None]] = []
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+        for entry in tar:
+            file = tar.extractfile(entry) if entry.isreg() and not entry.issparse() else None
+            entries.append((entry.name, None if file is None else file.read()))
+    return entries
 
 
 def _is_of_a_run(name: str) -> bool:
@@ -142,27 +143,23 @@ def unpack(folder: Path) -> None:
     path = folder / NAME
     if not path.is_file():
         return
-    if not _beside(folder):
-        _unpack_beside(path)
+    contents = {} if _beside(folder) else read(path)
     try:
+        _put_whole(contents, folder)
         path.unlink()
     except OSError as error:
         raise write_error("unpack", folder, error) from error
 
 
-def _unpack_beside(path: Path) -> None:
-    """Put the folders of an archive beside it."""
-    contents = read(path)
+def _put_whole(contents: dict[str, bytes], folder: Path) -> None:
+    """Write files into a folder of others, each tree of them at once."""
+    staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=folder))
     try:
-        staging = Path(tempfile.mkdtemp(prefix=".runs.", suffix=".part", dir=path.parent))
-        try:
-            _put(contents, staging)
-            for tree in staging.iterdir():
-                os.replace(tree, path.parent / tree.name)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    except OSError as error:
-        raise write_error("unpack", path.parent, error) from error
+        _put(contents, staging)
+        for tree in staging.iterdir():
+            os.replace(tree, folder / tree.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _put(contents: dict[str, bytes], folder: Path) -> None:
