@@ -56,6 +56,10 @@ NAMING = (
 )
 
 
+# a comment, and what follows it up to the second blank line
+BLOCK = re.compile(r"<!-- records (.*?)-->\n(\n?(?:[^\n]+\n)+)", re.DOTALL)
+
+
 class Claim(NamedTuple):
     page: str
     file: str
@@ -66,7 +70,7 @@ class Claim(NamedTuple):
 
 def claims(page: Path) -> Iterator[Claim]:
     text = page.read_text(encoding="utf-8")
-    for found in re.finditer(r"<!-- records (.*?)-->\n(\n?(?:[^\n]+\n)+)", text, re.DOTALL):
+    for found in BLOCK.finditer(text):
         file, begin = "", ""
         for line in found.group(1).strip().splitlines():
             if " | " in line:
@@ -131,8 +135,8 @@ def test_a_number_on_a_page_is_that_of_its_record(claim: Claim) -> None:
 
 def test_pages_name_their_records() -> None:
     assert {claim.page for claim in CLAIMS} >= set(NAMING)
-    assert all(
-        page.read_text(encoding="utf-8").count("<!-- records")
-        == len(re.findall(r"<!-- records .*?-->\n\n?[^\n]+\n", page.read_text(encoding="utf-8"), re.DOTALL))
-        for page in PAGES
-    )
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(BLOCK.findall(text)) == text.count("<!-- records"), (
+            f"{page}: a blank line is missing before a comment"
+        )
