@@ -42,7 +42,7 @@ EXPANDED = {
     "rewa-sexpr": "f21b188fc90431c7",
     "slay-tasks": "a6adbbe29fb421a8",
     "sko-table1": "926cfdaa50b9ee64",
-    "text-contest": "a1986c399b35fdf3",
+    "text-contest": "73d3b0df4a3ca046",
     "echo-1m": "a6e20c97f1503f22",
     "echo-1m-form": "2704e98ab6e3e0d5",
     "mqar-memory": "5dd5f21e02518a5d",
