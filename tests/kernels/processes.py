@@ -63,14 +63,12 @@ def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *opti
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    if CUDA:
+    def side_by_side() -> list[dict]:
         with ThreadPoolExecutor(count) as pool:
-            found = list(pool.map(part, range(count)))
-    else:
-        found = shared(
-            "-".join([script, *options]), [lambda index=index: part(index) for index in range(count)], factory
-        )
-    rows = [row for each in found for row in each]
+            return [row for found in pool.map(part, range(count)) for row in found]
+
+    parts = [side_by_side] if CUDA else [lambda index=index: part(index) for index in range(count)]
+    rows = [row for found in shared("-".join([script, *options]), parts, factory) for row in found]
     assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
     return {row["name"]: row["wrong"] for row in rows}
 

@@ -4,7 +4,7 @@ among them.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from kernels.sums_calls import DTYPES, Inputs, Shape
@@ -61,10 +61,11 @@ class Case:
     operator: str
     shape: str
     dtype: str = "float32"
+    nan_key: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.operator}/{self.shape}/{self.dtype}"
+        return f"{self.operator}/{self.shape}/{self.dtype}" + ("" if self.nan_key is None else "/NaN key")
 
     @property
     def rules(self) -> Shape:
@@ -84,6 +85,7 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
+NAN_KEYS = {case.name: case for case in (Case(f"ska-{power}", "short", nan_key=20) for power in range(3))}
 LONG = {
     case.name: case
     for case in itertools.starmap(Case, itertools.product(("ska-0", "ska-1", "ska-2"), LARGE, DTYPES))
@@ -116,6 +118,8 @@ def inputs(case: Case) -> Inputs:
     if rules.padding:
         mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
         mask[0, :4] = False
+    if case.nan_key is not None:
+        k[:, :, case.nan_key] = float("nan")
     operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
     with torch.no_grad():
         for parameter in operator.parameters():
@@ -172,9 +176,16 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     """Where ``got`` is further from float64 than rounding: of the inputs' type, and of float32 through P <= 1 / rho =
-    10; None if nowhere.
+    10; None if nowhere. Queries that see a key that is NaN must be NaN, and those before them as they are without it.
     """
+    if case.nan_key is not None:
+        before, y = case.nan_key + 1, got[0]
+        if not bool(y[:, :, before:].isnan().all()):
+            return f"{case.name}: y is not NaN where the key is seen"
+        data, got = replace(data, k=data.k.nan_to_num()), [y[:, :, :before]]
     truth = attended(case, data.to(torch.float64, "cpu"), "dense")
+    if case.nan_key is not None:
+        truth = [truth[0][:, :, :before]]
     names = ["y", "dq", "dk", "dv"]
     for index, (a, t) in enumerate(zip(got, truth, strict=True)):
         name = names[index] if index < len(names) else f"parameter {index - len(names)}"

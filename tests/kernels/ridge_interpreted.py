@@ -60,7 +60,7 @@ if __name__ == "__main__":
     run(
         sys.argv[1:],
         calls,
-        calls.CASES | calls.LONG,
+        calls.CASES | calls.NAN_KEYS | calls.LONG,
         "chunked",
         KERNEL,
         interpreted,

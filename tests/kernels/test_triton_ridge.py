@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernels.processes import ROOT, ahead, asked, fitting, judged, no_device
-from kernels.ridge_calls import CASES, LONG, OPERATORS, SHAPES
+from kernels.ridge_calls import CASES, LONG, NAN_KEYS, OPERATORS, SHAPES
 
 import zonal
 from zonal import mechanisms as m
@@ -34,7 +34,7 @@ pytestmark = [
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return judged(
         "ridge_interpreted.py",
-        [*asked(request, "test_kernel_equals_definition"), *asked(request, "test_a_broken_kernel_is_seen")],
+        [*asked(request, "test_kernel_equals_definition"), *asked(request, "test_keys_that_are_not_finite_reach_no_earlier_row"), *asked(request, "test_a_broken_kernel_is_seen")],
         tmp_path_factory,
     )
 
@@ -43,6 +43,12 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
     """y and every gradient, through memories, padding and documents too; one case runs twice for the same bits."""
+    assert verdicts[name] is None, verdicts[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAN_KEYS)
+def test_keys_that_are_not_finite_reach_no_earlier_row(name: str, verdicts: dict[str, str | None]) -> None:
     assert verdicts[name] is None, verdicts[name]
 
 
