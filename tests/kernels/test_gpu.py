@@ -38,7 +38,8 @@ def inputs(dtype: torch.dtype, tokens: int = 300, dim: int = 64) -> list[Tensor]
 
 
 def close(got: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
-    error = float((got.detach().double() - exact.double()).abs().max() / exact.abs().max())
+    got, exact = got.detach().double(), exact.detach().double()
+    error = float((got - exact).abs().max() / exact.abs().max())
     assert error <= tolerance, f"{what} is off by {error:.3g} of the largest entry"
 
 

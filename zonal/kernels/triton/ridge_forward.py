@@ -54,7 +54,7 @@ def read_kernel(
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
     tokens, index = shape.keys, kv_line * shape.blocks + block
     good = tl.load(cut + index)
-    stop = tl.minimum(stop, good)  # weights of 0 would make NaN of the key at the cut
+    stop = tl.minimum(stop, good)  # a key that is NaN is not read: times a weight of 0 it would be NaN too
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
         x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True)
