@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -95,12 +93,8 @@ def test_describe_decode_and_length(mixed):
     assert (mixed.length, mixed.metric, mixed.bytes_per_token) == (64, "accuracy", None)
 
 
-def test_the_demo_is_quick():
-    task = tasks.resolve("mqar-demo")
-    begin = time.process_time()
-    batch = task.train_batch(0, 64, 0)
-    # about 0.5 s on one core; the bound only catches a return to row-by-row drawing, which takes ten times as long
-    assert time.process_time() - begin < 3
+def test_the_size_of_the_demo():
+    batch = tasks.resolve("mqar-demo").train_batch(0, 64, 0)
     assert tuple(batch.tokens.shape) == (64, 64)
 
 
