@@ -117,7 +117,7 @@ bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA devi
 	@$(BIN)/python -m benchmarks.gpu
 
 results: $(STAMP)  ## the HTML pages of results/, from the records kept there
-	@$(BIN)/zonal report $(patsubst %/,%,$(dir $(wildcard results/*/runs.zip)))
+	@$(BIN)/zonal report $(patsubst %/,%,$(dir $(wildcard results/*/runs.tar.xz)))
 	@$(BIN)/python -m benchmarks.pages results/benchmarks
 	@$(BIN)/python -m benchmarks.machines results/benchmarks
 

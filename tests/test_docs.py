@@ -209,6 +209,13 @@ def test_commands_exist(page: Path) -> None:
             assert words[1] in COMMANDS, f"{identifier(page)}: {shlex.join(words)}"
 
 
+def test_make_finds_the_files_it_looks_for() -> None:
+    """``make results`` with a pattern of no file would draw nothing, without an error."""
+    patterns = re.findall(r"\$\(wildcard ([^)]+)\)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert patterns
+    assert all(any(ROOT.glob(pattern)) for pattern in patterns)
+
+
 @of_every_page_with_commands
 def test_commands_are_read(page: Path) -> None:
     """Every command of a page through the parser of the command line, presets and values included; recipes are files
