@@ -209,14 +209,16 @@ def test_an_archive_of_other_things_is_refused(packed, tmp_path, entries):
     assert not (there / "runs").exists()
 
 
-def test_runs_that_have_not_ended_are_left_out(tmp_path):
+def test_runs_that_have_not_ended_are_left_out(tmp_path, capsys):
     made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=30)
     for number, path in enumerate(made.glob("runs/*/*/run.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped"}))
         if number == 0:
-            packed = packing.pack(made, tmp_path / "y")
-            assert sum(1 for _ in made.glob("runs/*/*")) == len(report.load(packed).runs) + 1
-            assert all(run.status == "done" for run in report.load(packed).runs)
+            assert main(["report", str(made), "--pack", str(tmp_path / "y")]) == 0
+            assert f"1 run that has not ended. `zonal compare --resume {made}`" in capsys.readouterr().out
+            runs = report.load(tmp_path / "y").runs
+            assert sum(1 for _ in made.glob("runs/*/*")) == len(runs) + 1
+            assert all(run.status == "done" for run in runs)
     with pytest.raises(ArgumentError, match=r"6 runs of .*x have not ended. Finish them with --resume"):
         packing.pack(made, tmp_path / "z")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
@@ -309,7 +311,9 @@ def test_on_the_command_line(folder, packed, tmp_path, capsys):
     assert main(["report", str(folder), "--pack", str(tmp_path / "y")]) == 0
     assert (tmp_path / "y/runs.tar.xz").read_bytes() == (packed / "runs.tar.xz").read_bytes()
     assert main(["report", str(tmp_path / "y")]) == 0
-    assert f"Report: {tmp_path / 'y/report.html'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"Report: {tmp_path / 'y/report.html'}" in said
+    assert "Left out" not in said
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path), "--pack", str(tmp_path / "v")]) == 2
     assert main(["report"]) == 2

@@ -73,7 +73,7 @@ class Compare(RunOptions):
     retry_failed: bool = False
     """Run failed runs again, from their last good checkpoint."""
     title: Annotated[str | None, shown("TEXT", "default: from the task")] = None
-    """Heading of the report."""
+    """Heading of the report of a new comparison. One that is there keeps its own."""
     jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in its own process. Compare speeds only within such a comparison."""
     workers: Annotated[str | None, shown("ray", "default: none")] = None

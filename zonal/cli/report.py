@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from zonal import report
 from zonal.cli.options import shown
 from zonal.errors import ArgumentError
 from zonal.report import packing
@@ -43,5 +44,11 @@ def run(options: Report, command: str) -> int:
             page, _ = packing.write_pages(folder)
             print(f"Report: {page}")
         else:
-            print(f"Packed: {packing.pack(folder, options.pack)}")
+            packed = packing.pack(folder, options.pack)
+            print(f"Packed: {packed}")
+            if (packed / "comparison.json").is_file():
+                left_out = len(report.load(folder).runs) - len(report.load(packed).runs)
+                if left_out:
+                    runs = "1 run that has" if left_out == 1 else f"{left_out} runs that have"
+                    print(f"Left out: {runs} not ended. `zonal compare --resume {folder}` finishes them.")
     return 0

@@ -62,7 +62,7 @@ class SearchOptions(RunOptions, SearchSettings):
     resume: Annotated[Path | None, shown("DIR", "optional")] = None
     """Continue the search in this folder; no other settings are needed."""
     title: Annotated[str | None, shown("TEXT", "default: from the task")] = None
-    """Heading of the page."""
+    """Heading of the page of a new search. One that is there keeps its own."""
     training: TrainingOptions = field(default_factory=lambda: TrainingOptions(tensorboard=False))
 
 
