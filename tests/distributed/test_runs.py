@@ -30,6 +30,7 @@ def wrong(folder: Path, *names: str) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason}
 
 
+@pytest.mark.timeout(600)  # for busy machines
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert wrong(tmp_path, "equal") == {}
 
