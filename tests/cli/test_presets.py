@@ -63,6 +63,14 @@ def test_presets_stay_what_they_are(name):
     assert hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] == EXPANDED[name]
 
 
+@pytest.mark.parametrize("name", HERE)
+def test_one_model_is_trained_in_the_shape_in_which_it_is_compared(name):
+    spec = compare.specification(options(f"--preset {name}"), "")
+    for operator in spec.operators:
+        alone = options(f"--preset {name} --operator {shlex.quote(operator.strip('[]'))}", train)
+        assert train.model_of(alone, spec.task) == spec.model_for(operator)
+
+
 OWN = """
 about = "a baseline with a model of its own"
 seeds = "1"

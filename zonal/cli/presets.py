@@ -17,6 +17,7 @@ from typing import Any
 from zonal import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.models.layers import layer_list
 from zonal.report.published import Published
 from zonal.store import read_record, understood, write_json
 from zonal.typed import check_fields, made
@@ -32,8 +33,8 @@ _KEYS = ("about", "seeds", "learning_rates", "screening_seeds", "operators", *_O
 class Preset:
     """What a preset fills in where the command line says nothing.
 
-    about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model and the first
-    rate.
+    about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model, or the one that
+    --operator names, and the first rate.
     published: what a paper prints. shapes: spec → options of the model in which that operator differs from the others.
     """
 
@@ -57,6 +58,11 @@ class Preset:
         """Names for people, by spec."""
         return {spec: label for label, spec in self.models.items()}
 
+    def model_of(self, operator: str) -> ModelOptions:
+        """The shape in which these layers are compared. The square brackets of a list may be missing."""
+        shapes = {layer_list(spec): shape for spec, shape in self.shapes.items()}
+        return dataclasses.replace(self.model, **shapes.get(layer_list(operator, "--operator"), {}))
+
 
 def _shipped() -> Traversable:
     return importlib.resources.files("zonal") / "experiments"
@@ -72,13 +78,18 @@ def named(words: Sequence[str], command: str) -> tuple[str, Preset] | None:
 
     Raises: ArgumentError when it is missing or unknown.
     """
+    found = given(words, OPTION)
+    if found == "":
+        raise ArgumentError(f"{command}: {OPTION} requires a name. Presets: {', '.join(names())}.")
+    return None if found is None else (found, find(found, command))
+
+
+def given(words: Sequence[str], option: str) -> str | None:
+    """What stands after an option on a command line: "" where nothing does, None where the option is not there."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name == OPTION:
-            if not equals and place + 1 == len(words):
-                raise ArgumentError(f"{command}: {OPTION} requires a name. Presets: {', '.join(names())}.")
-            found = value if equals else words[place + 1]
-            return found, find(found, command)
+        if name == option:
+            return value if equals else next(iter(words[place + 1 :]), "")
     return None
 
 

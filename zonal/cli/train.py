@@ -1,7 +1,6 @@
 """``zonal train``: one model on one task; the folder can be continued, and generated from."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,7 @@ class Train(RunOptions):
 
 
 def defaults(words: Sequence[str]) -> Train | None:
-    """The options that a preset named among ``words`` stands for, with its first model.
+    """The options that a preset named among ``words`` stands for, with the model that --operator names, or its first.
 
     Raises: ArgumentError when there is none of that name.
     """
@@ -76,13 +75,13 @@ def defaults(words: Sequence[str]) -> Train | None:
     if named is None:
         return None
     name, preset = named
-    first = next(iter(preset.models.values()))
+    operator = presets.given(words, "--operator") or next(iter(preset.models.values()))
     return Train(
         preset=name,
-        operator=first,
+        operator=operator,
         learning_rate=parse.learning_rates(preset.learning_rates)[0],
         task=preset.task,
-        model=dataclasses.replace(preset.model, **preset.shapes.get(first, {})),
+        model=preset.model_of(operator),
         training=preset.training,
     )
 
