@@ -91,28 +91,35 @@ MACHINE = "{machine}"
 """What a path has in place of ``machine_kind``."""
 
 
-def parser(about: str, name: str, *shared: str, by_machine: bool = False, **defaults: Any) -> argparse.ArgumentParser:
+def parser(
+    about: str, name: str, *shared: str, by_machine: bool = False, record: str | None = None, **defaults: Any
+) -> argparse.ArgumentParser:
     """Options of every benchmark: --out, --threads, --device, --quick; of ``SHARED``, those named.
 
-    by_machine: the results depend on the machine above all, and each kind of machine has a folder of its own.
+    by_machine: the results depend on the machine above all, and each kind of machine has a folder of its own. record:
+    where results go in place of results/benchmarks.
     """
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record = record or f"results/benchmarks/{f'{MACHINE}/' if by_machine else ''}{name}.json"
     made.add_argument(
         "--out",
-        default=f"results/benchmarks/{MACHINE}/{name}.json" if by_machine else f"results/benchmarks/{name}.json",
-        help=f"where the JSON goes, {MACHINE} being the kind of machine; '-' writes none (default: %(default)s)",
+        default=record,
+        help=f"where the JSON goes, {MACHINE} being the kind of machine; '-' writes none (default: %(default)s, "
+        "and none with --quick)",
     )
     made.add_argument("--threads", type=int, default=None, help="threads of torch (default: as torch chooses)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     made.add_argument("--quick", action="store_true", help="few and small shapes: a check that it runs, no result")
     for option in shared:
         made.add_argument(f"--{option}", **SHARED[option])
-    made.set_defaults(name=name, about=about.strip(), **defaults)
+    made.set_defaults(name=name, about=about.strip(), record=record, **defaults)
     return made
 
 
 def prepare(options: argparse.Namespace) -> torch.device:
-    """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine."""
+    """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine, and is "-" for a quick
+    run that was not told where to write: it would replace a result.
+    """
     if options.threads is not None:
         if options.threads < 1:
             raise ArgumentError(f"bench: --threads must be >= 1, received {options.threads}.")
@@ -124,6 +131,8 @@ def prepare(options: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
+    if options.quick and options.out == options.record:
+        options.out = "-"
     options.out = options.out.replace(MACHINE, machine_kind(device))
     return device
 

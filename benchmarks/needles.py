@@ -4,7 +4,7 @@ Each run's checkpoint reads sequences of one kind of retrieval (``zonal tasks sh
 memory of those before, and names the value that is asked at the end. A row is a run and a length. After the comparison:
 
     python -m benchmarks.needles --threads 1 runs/echo-1m/runs/*/seed-*
-    python -m benchmarks.needles --threads 1 --kind common-value --pairs 4 --lengths 64,256 runs/echo-1m/runs/*/seed-*
+    python -m benchmarks.needles --threads 1 --out common.json --kind common-value --pairs 4 runs/echo-1m/runs/*/seed-*
 """
 
 import sys

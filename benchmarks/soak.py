@@ -66,8 +66,7 @@ class Stream:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__ or "", "soak", by_machine=True)
-    parser.set_defaults(out=f"results/soak/{common.MACHINE}.json")
+    parser = common.parser(__doc__ or "", "soak", record=f"results/soak/{common.MACHINE}.json")
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of each stream (default: %(default)s)")
     parser.add_argument("--merges", type=int, default=10_000, help="merges and subtractions (default: %(default)s)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="default: all")

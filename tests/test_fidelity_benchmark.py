@@ -15,7 +15,7 @@ from small_llama import SIZES
 from torch import nn
 
 import zonal
-from benchmarks import captured, fidelity, fidelity_picture
+from benchmarks import captured, common, fidelity, fidelity_picture
 from zonal import mechanisms
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig, build
@@ -42,6 +42,14 @@ def test_fidelity_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     page = out.with_suffix(".html").read_text()
     assert page.count("<tr data-panel=") == len(value["rows"]) - 1  # the reference has no row of its own
     assert "mean of all values" in capsys.readouterr().out
+
+
+def test_a_quick_run_replaces_no_result() -> None:
+    """Of any benchmark: it writes only where it is told to."""
+    for words, expected in ([], "results/benchmarks/x.json"), (["--quick"], "-"), (["--quick", "--out", "y"], "y"):
+        options = common.parser("", "x").parse_args(words)
+        common.prepare(options)
+        assert options.out == expected
 
 
 def quick(out: Path, *words: str) -> list[dict[str, Any]]:
