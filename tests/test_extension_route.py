@@ -18,7 +18,7 @@ from zonal.execution.work import Work, compiled_tiles
 
 def refusal(call: Call) -> str | None:
     """Why it cannot run a call, or None."""
-    plain = call.tags.reduction == "row" and call.tags.log_space and call.tags.bilinear and call.bias.empty
+    plain = call.tags.reduction == "row" and call.tags.log_space and call.tags.bilinear and not call.biased
     if not plain or call.visibility.key_mask is not None or call.window is not None or call.visibility.packed:
         return "it is for softmax of dot products without masks; use another route"
     return None

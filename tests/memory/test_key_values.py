@@ -6,7 +6,7 @@ import torch
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, PathError
 from zonal.memory import KeyValues, Memory
 
 
@@ -139,3 +139,42 @@ def test_query_heads_share_keys_that_are_not_repeated(spec: str) -> None:
     with torch.no_grad():
         found = [decoder.step(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]) for t in range(4, 9)]
     assert torch.allclose(torch.cat(found, 2), wanted[:, :, 4:], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("given", ["key_bias", "log_decay"])
+@pytest.mark.parametrize("path", ["auto", "dense", "tiled", "streaming", "sparse"])
+@pytest.mark.parametrize("name", ["rewa", "softmax", "hashed"])
+def test_a_call_without_biases_goes_on_from_keys_that_have_them(name: str, path: str, given: str) -> None:
+    """The path is chosen for the keys of the memory, too."""
+    hashed = m.softmax().replace(anchor=zonal.anchor.TopK(8, search=zonal.hashing.LSH()))
+    operator = {"rewa": m.rewa(), "softmax": m.softmax(), "hashed": hashed}[name]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 60, 8).unbind()
+    bias = torch.randn(1, 2, 60)
+    bias = 2 * bias if given == "key_bias" else -bias.abs()
+    bias[..., 20:] = 0
+    memory = Memory.empty(operator, 1, 2, 8, 8).absorb(k[:, :, :20], v[:, :, :20], **{given: bias[..., :20]})
+    later = [x[:, :, 20:] for x in (q, k, v)]
+    try:
+        y, _ = zonal.attention(*later, operator, causal=True, memory=memory, path=path)
+    except PathError:
+        assert path in ("tiled", "streaming", "sparse")
+        with pytest.raises(PathError):  # as a call that has the biases itself
+            zonal.attention(q, k, v, operator, causal=True, path=path, **{given: bias})
+        return
+    exact = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense", **{given: bias})
+    torch.testing.assert_close(y, exact[:, :, 20:].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_biases_keep_their_digits_after_a_first_one_of_another_type() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 12, 4, dtype=torch.float64).unbind()
+    bias = torch.randn(1, 2, 12, dtype=torch.float64)
+    bias[..., :4] = 0
+    memory = Memory.empty("softmax", 1, 2, 4, 4, torch.float64)
+    memory = memory.absorb(k[:, :, :4], v[:, :, :4], key_bias=bias[..., :4].bfloat16())
+    y, _ = zonal.attention(
+        *(x[:, :, 4:] for x in (q, k, v)), "softmax", causal=True, memory=memory, key_bias=bias[..., 4:]
+    )
+    exact = zonal.attention(q, k, v, "softmax", causal=True, key_bias=bias)[:, :, 4:]
+    torch.testing.assert_close(y, exact, atol=1e-12, rtol=1e-12)

@@ -47,6 +47,16 @@ BAD: list[tuple[str, Act, str]] = [
     ("mask type", lambda a: a.absorb(*kv(5, a), torch.ones(2, 5)), "must be bool of shape"),
     ("mask shape", lambda a: a.absorb(*kv(5, a), torch.ones(2, 4, dtype=torch.bool)), r"\(batch, tokens\) = \(2, 5\)"),
     ("bias", lambda a: a.absorb(*kv(5, a), key_bias=torch.zeros(2, 2, 5)), "key_bias must be None"),
+    (
+        "mask as a bias",
+        lambda a: made(m.squared_affine()).absorb(*kv(5, a), key_bias=torch.ones(2, 2, 5, dtype=torch.bool)),
+        "Memory.absorb: key_bias must be floating point, received torch.bool. A mask of keys is key_padding_mask",
+    ),
+    (
+        "whole decays",
+        lambda a: made(m.retention()).absorb(*kv(5, a), log_decay=torch.zeros(2, 2, 5, dtype=torch.int64)),
+        "log_decay must be floating point, received torch.int64. Convert it",
+    ),
     ("query shape", lambda a: a.read(torch.zeros(2, 3, 1, 4)), r"a multiple of 2.*received \(2, 3, 1, 4\)"),
     ("query type", lambda a: a.read(torch.zeros(2, 2, 1, 4, dtype=torch.int32)), "float type"),
     ("merge with nothing", lambda a: a.merge("b"), "another Memory is required"),  # type: ignore[arg-type]

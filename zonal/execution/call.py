@@ -17,7 +17,7 @@ from zonal.algebra.refusals import LEAK
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.memory import KeyValues, Memory, Tokens
-from zonal.memory.incoming import untaken
+from zonal.memory.incoming import check_biases, untaken
 from zonal.memory.weights import check_weights, weighed
 from zonal.typed import check_switch, check_tensors
 
@@ -132,6 +132,11 @@ class Call:
         q, k, v = self.tokens if self.raw is None else self.raw[:3]
         dim = q.shape[3] if self.raw is None else self.bound.score.width(q.shape[3])
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3]
+
+    @property
+    def biased(self) -> bool:
+        """Whether scores get log priors: those of the call, or decays and biases of the keys that its memory holds."""
+        return not self.bias.empty or (isinstance(self.memory, KeyValues) and self.memory.biased)
 
     @property
     def empty(self) -> bool:
@@ -266,17 +271,7 @@ def checked(
             f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real "
             f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
         )
-    for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if x is None:
-            continue
-        if not x.is_floating_point():
-            advice = "A mask of keys is key_padding_mask" if x.dtype == torch.bool else "Convert it"
-            raise ArgumentError(f"attention: {name} must be floating point, received {x.dtype}. {advice}.")
-        if tuple(x.shape) != (batch, k.shape[1], keys):
-            raise ArgumentError(
-                f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, "
-                f"received {tuple(x.shape)}."
-            )
+    check_biases("attention", (batch, k.shape[1], keys), log_decay=log_decay, key_bias=key_bias)
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

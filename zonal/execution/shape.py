@@ -88,7 +88,7 @@ def shape_of(call: Call) -> Shape:
         call.coefficients.dtype.itemsize, call.device, call.tags, call.bound, call.coefficients.shape[0],
         call.coefficients.shape[0] if call.coefficients.requires_grad else 0,
         _pairs(call, queries, keys + (0 if held is None or held.kind != "keys" else held.tokens)), documents,
-        call.causal, call.chunk, call.window, seen.key_mask is not None, not call.bias.empty, call.recorded,
+        call.causal, call.chunk, call.window, seen.key_mask is not None, call.biased, call.recorded,
         0 if held is None else held.tokens, held is not None, call.kind,
     )  # fmt: skip
 

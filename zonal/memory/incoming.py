@@ -51,15 +51,27 @@ def check_tokens(
             "True for real tokens, "
             f"received {mask.dtype} of shape {tuple(mask.shape)}."
         )
+    check_biases("Memory.absorb", (form.batch, form.heads, n), log_decay=log_decay, key_bias=key_bias)
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
-            raise ArgumentError(
-                f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = "
-                f"{(form.batch, form.heads, n)}, received {tuple(x.shape)}."
-            )
         if x is not None and (reason := untaken(operator, name)) is not None:
             raise ArgumentError(f"Memory.absorb: {reason}")
     _check_numbers({"k": k, "v": v, "log_decay": log_decay, "key_bias": key_bias, "key_gate": key_gate}, mask)
+
+
+def check_biases(call: str, shape: tuple[int, int, int], **given: Tensor | None) -> None:
+    """Raises: ArgumentError for biases or decays that are not floating point, or not one for each key of each head.
+    shape: (batch, key heads, keys).
+    """
+    for name, x in given.items():
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            advice = "A mask of keys is key_padding_mask" if x.dtype == torch.bool else "Convert it"
+            raise ArgumentError(f"{call}: {name} must be floating point, received {x.dtype}. {advice}.")
+        if tuple(x.shape) != shape:
+            raise ArgumentError(
+                f"{call}: {name} must have shape (batch, key heads, keys) = {shape}, received {tuple(x.shape)}."
+            )
 
 
 def _check_numbers(given: Mapping[str, Tensor | None], mask: Tensor | None) -> None:

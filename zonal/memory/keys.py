@@ -68,6 +68,11 @@ class KeyValues(Memory):
         return held.k, held.v, held.mask, held.log_decay, held.key_bias
 
     @property
+    def biased(self) -> bool:
+        """Whether any key has a decay or a bias."""
+        return self.buffer.room.log_decay is not None or self.buffer.room.key_bias is not None
+
+    @property
     def reach(self) -> int | None:
         """How many of the last tokens can still be seen, or None for all. One more than a window's left: a read stands
         at the last of them.
@@ -79,6 +84,8 @@ class KeyValues(Memory):
         if tokens.length == 0:
             return self
         tokens = tokens._replace(k=tokens.k.to(key_dtype(self.operator, self.form)), v=tokens.v.to(self.form.dtype))
+        if tokens.key_bias is not None:  # whatever type the first had, later ones keep their digits
+            tokens = tokens._replace(key_bias=tokens.key_bias.to(self.form.statistics))
         if tokens.log_decay is not None and tokens.log_decay.shape[0] != self.form.batch:
             tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
         tokens = tokens.completed(self.buffer.room)

@@ -47,7 +47,7 @@ def unfit(call: Call) -> Reason:
         return f"link {type(link).__name__} is not in it (Exp is, and Oscillatory of up to {WAVES} waves)"
     if tile.other_anchor(call):
         return tile.other_anchor(call)
-    if not call.bias.empty:
+    if call.biased:
         return "log priors (decay, ALiBi, key biases) are not in it"
     return tile.transformed()
 

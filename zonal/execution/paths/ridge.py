@@ -40,7 +40,7 @@ def _unfit(call: Call, remembers: bool) -> Reason:
         return other_ridge(call)
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
-    if not call.bias.empty:
+    if call.biased:
         return "key biases are not in it"
     if remembers and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"

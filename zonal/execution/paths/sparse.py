@@ -52,7 +52,7 @@ def refusal(call: Call) -> str | None:
             f"link {type(call.bound.link).__name__} may be large at far keys, which no search for near ones finds; "
             "use link.Exp()"
         )
-    if not call.bias.empty:
+    if call.biased:
         return "log priors (decay, ALiBi, key biases) make far keys large, and the search does not know them"
     return hashing.hashing_refusal(call.bound.score)
 

@@ -76,9 +76,9 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         )
     if other_anchor(call):
         return other_anchor(call)
-    if not call.bias.empty and call.device.type == "cuda":
+    if call.biased and call.device.type == "cuda":
         return "log priors (decay, ALiBi, key biases) are not in it on CUDA"
-    if not call.bias.empty and torch_func.active():
+    if call.biased and torch_func.active():
         return "log priors (decay, ALiBi, key biases) are not in it under the transforms of torch.func"
     reduction = score.dot_reduction
     if reduction is not None and reduction.steep and not torch_func.active():
