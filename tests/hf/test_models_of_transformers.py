@@ -502,10 +502,13 @@ def test_bad_input_is_refused_by_a_sentence() -> None:
             hf.ZonalConfig(**given)
     with pytest.raises(ArgumentError, match=r"ZonalVisionConfig: image_size is read .* called image"):
         hf.ZonalVisionConfig(image_size=8)
+    shape = {"vocab_size": 97, "dim": 30, "layers": "sko"}
     with pytest.raises(ArgumentError, match="silent_tokens"):
-        hf.ZonalConfig(silent_tokens=[3])
+        hf.ZonalConfig(**shape, heads=2, silent_tokens=[3])
     with pytest.raises(ArgumentError, match="heads"):
-        hf.ZonalConfig(dim=30, heads=4)
+        hf.ZonalConfig(**shape, heads=4)
+    with pytest.raises(ArgumentError, match=r"ZonalConfig: heads missing. The arguments are those of ModelConfig"):
+        hf.ZonalConfig(**shape)
 
 
 def test_a_pipeline_continues_texts() -> None:

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zonal.hf.attending import register
 from zonal.hf.cache import CACHE, MemoryCache, ZonalCache
@@ -37,6 +38,8 @@ AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
 AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)
 AutoModel.register(ZonalConfig, ZonalModel)
 AutoModelForCausalLM.register(ZonalConfig, ZonalForCausalLM)
+# here Trainer looks whether the labels of a model are to be shifted before it smooths them
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ZonalConfig.model_type] = ZonalForCausalLM.__name__
 AutoModelForMaskedLM.register(ZonalConfig, ZonalForMaskedLM)
 AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassification)
 AutoModelForImageClassification.register(ZonalVisionConfig, ZonalForImageClassification)

@@ -14,7 +14,7 @@ from zonal.algebra.prior import Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.hf.cache import MemoryCache
-from zonal.hf.layers import NAME, need, open_scale, operator_of, read_out, scale_of, windowed
+from zonal.hf.layers import NAME, check_window, is_causal, need, open_scale, operator_of, read_out, scale_of, windowed
 from zonal.hf.packing import MaskFunction, offsets_of_mask
 from zonal.stretch import active
 
@@ -73,7 +73,14 @@ def attend(
             f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
             "Window. Convert the model again."
         )
+    causal = _causal(module, others)
     past = MemoryCache.of_keys(key)
+    check_window(call, module, None if own is None else own.left + 1, causal=causal)
+    if not causal and past is not None:
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} has a MemoryCache, which keeps earlier tokens, and the call asks that "
+            "each token sees all (is_causal=False). Pass use_cache=False."
+        )
     if past is not None:
         cache, layer = past
         if active() is not None:
@@ -88,7 +95,7 @@ def attend(
             )
         y = cache.read(layer, operator, query, key, value, mask.real)
     else:
-        y = _attention(query, key, value, operator, bool(module.is_causal), mask, dropout=dropout)
+        y = _attention(query, key, value, operator, causal, mask, dropout=dropout)
     return read_out(module, operator, y.transpose(1, 2)).contiguous(), None  # some models take a view of it
 
 
@@ -129,7 +136,7 @@ def _attend_by_name(
 
     lacking: what the operator would have to keep, or None.
     """
-    mask, causal = _mask_of(name, module, attention_mask, others), bool(module.is_causal)
+    mask, causal = _mask_of(name, module, attention_mask, others), _causal(module, others)
     _check_stretch(name, module, query, mask, others.get("position_ids"))
     lacking = lacking or need(operator, query.shape[3], causal)
     if lacking is not None:
@@ -137,10 +144,16 @@ def _attend_by_name(
             f"{name}: the operator needs {lacking}. Load the model with its own attention, and call "
             f"zonal.hf.convert(model, {name.removeprefix(f'{NAME}:')!r}) where this can be provided."
         )
+    check_window(name, module, sliding_window, causal=causal)
     scale = scaling if open_scale(operator) else None
     operator = windowed(operator, sliding_window, causal=causal)
     y = _attention(query, key, value, operator, causal, mask, scale, dropout)
     return y.transpose(1, 2).contiguous(), None
+
+
+def _causal(module: nn.Module, others: Mapping[str, Any]) -> bool:
+    """Whether tokens of a call see earlier ones only: by the layer, its config and the call."""
+    return is_causal(module) and others.get("is_causal") is not False
 
 
 def _kept(operator: Operator) -> str | None:

@@ -308,7 +308,8 @@ class MemoryCache(OperatorCache):
         if self._unread:
             raise ArgumentError(
                 f"MemoryCache: the attention of layer {min(self._unread)} has not read the tokens of its call from the "
-                "cache. Convert the model with zonal.hf.convert, and use a new cache after a call that failed."
+                "cache. Convert the model with zonal.hf.convert, and use a new cache after a call that failed. A layer "
+                "that changes its keys behind the cache (JetMoE) needs cache='keys'."
             )
         self._unread.add(layer_idx)
         marked = key_states.view_as(key_states)

@@ -14,6 +14,7 @@ from zonal.models.encoder import VisionConfig
 _SHAPE = tuple(field.name for field in dataclasses.fields(ModelConfig))
 _IMAGE_SHAPE = tuple(field.name for field in dataclasses.fields(VisionConfig))
 _LABELS = 2  # of a config.json that names none
+_REQUIRED = ("vocab_size", "dim", "layers", "heads")
 # without arguments transformers expects a config that can be built: a small one
 _SMALL = {"vocab_size": 256, "dim": 64, "layers": ["softmax"] * 2, "heads": 4, "rotary": True}
 
@@ -26,20 +27,38 @@ class ShapedConfig(PreTrainedConfig):
         "hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads"
     }  # fmt: skip
     """Names of transformers, which are read from the shape, and the names of the fields there."""
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the shape, which are attributes, too."""
 
     @property
     def shape(self) -> ModelConfig | VisionConfig:
         """The shape as a value."""
         raise NotImplementedError
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
-        """Raise ArgumentError for an argument that is only to be read."""
-        wrong = next((name for name in self.names if name in given), None)
-        if wrong is not None:
-            raise ArgumentError(
-                f"{type(self).__name__}: {wrong} is read from the shape, and the argument is called "
-                f"{self.names[wrong]}. Pass {self.names[wrong]} instead."
-            )
+    def with_fields(self, **changes: Any) -> dict[str, Any]:
+        """``model`` with other values of some fields. Raises: ArgumentError for a shape that is refused."""
+        return dataclasses.replace(self.shape, **changes).to_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).fields:
+            return getattr(self.shape, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.names:  # to be read: equal values come from a config.json
+            if value != getattr(self, name):
+                raise ArgumentError(
+                    f"{type(self).__name__}: {name} is read from the shape, and the argument is called "
+                    f"{self.names[name]}. Pass {self.names[name]} instead."
+                )
+        elif name in self.fields:
+            self.model = self.with_fields(**{name: value})
+        else:
+            super().__setattr__(name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain values, with the names of transformers, which other libraries look for."""
+        return super().to_dict() | {name: getattr(self, name) for name in self.names}
 
     @property
     def hidden_size(self) -> int:
@@ -71,6 +90,7 @@ class ZonalConfig(ShapedConfig):
 
     model_type = "zonal"
     names: ClassVar = {**ShapedConfig.names, "num_key_value_heads": "kv_heads"}
+    fields: ClassVar = tuple(name for name in _SHAPE if name != "causal")
     keys_to_ignore_at_inference: ClassVar = [CACHE]  # Trainer adds to this list
 
     causal: bool = True
@@ -84,9 +104,17 @@ class ZonalConfig(ShapedConfig):
         def __init__(self, **others: Any) -> None: ...
 
     def __post_init__(self, **others: Any) -> None:
-        self._check_names(others)
         given = {name: others.pop(name) for name in _SHAPE if name in others}
-        shape = dataclasses.replace(ModelConfig.from_dict(self.model or _SMALL), **given)
+        missing = [name for name in _REQUIRED if name not in given]
+        if self.model is None and given and missing:
+            raise ArgumentError(
+                f"ZonalConfig: {', '.join(missing)} missing. The arguments are those of ModelConfig; without any, it "
+                "is the config of a small model."
+            )
+        if self.model is None and given:
+            shape = ModelConfig(**given)
+        else:
+            shape = dataclasses.replace(ModelConfig.from_dict(self.model or _SMALL), **given)
         if shape.silent_tokens:
             raise ArgumentError(
                 "ZonalConfig: silent_tokens are for zonal.models.CausalLM; transformers hands on embeddings, in which "
@@ -106,14 +134,6 @@ class ZonalConfig(ShapedConfig):
         return ModelConfig.from_dict(self.model or _SMALL)
 
     @property
-    def vocab_size(self) -> int:
-        return self.shape.vocab_size
-
-    @vocab_size.setter
-    def vocab_size(self, size: int) -> None:
-        self.model = dataclasses.replace(self.shape, vocab_size=size).to_dict()
-
-    @property
     def num_key_value_heads(self) -> int:
         return self.shape.kv_heads or self.shape.heads
 
@@ -127,7 +147,10 @@ class ZonalConfig(ShapedConfig):
 
     @tie_word_embeddings.setter
     def tie_word_embeddings(self, tied: bool) -> None:
-        self.model = dataclasses.replace(self.shape, tie_embeddings=tied).to_dict()
+        self.tie_embeddings = tied
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"tie_word_embeddings": self.tie_word_embeddings}
 
 
 class ZonalVisionConfig(ShapedConfig):
@@ -143,13 +166,13 @@ class ZonalVisionConfig(ShapedConfig):
 
     model_type = "zonal_vision"
     names: ClassVar = {**ShapedConfig.names, "image_size": "image", "num_channels": "channels"}
+    fields: ClassVar = tuple(name for name in _IMAGE_SHAPE if name != "classes")
 
     if TYPE_CHECKING:  # the fields of the shape, too, are arguments
 
         def __init__(self, **others: Any) -> None: ...
 
     def __post_init__(self, **others: Any) -> None:
-        self._check_names(others)
         given = {name: others.pop(name) for name in _IMAGE_SHAPE if name in others}
         saved = {} if self.model is None else {"classes": _LABELS, **self.model}
         shape = dataclasses.replace(VisionConfig.from_dict(saved), **given)
@@ -160,9 +183,14 @@ class ZonalVisionConfig(ShapedConfig):
                 f"{count} labels. Give one of them."
             )
         others["num_labels"] = shape.classes if count is None else count
+        named = {name: others.pop(name) for name in self.names if name in others}
         super().__post_init__(**others)
-        self.model = shape.to_dict()
-        del self.model["classes"]  # which is num_labels, that users change on a config
+        self.model = _without_classes(shape)
+        for name, value in named.items():
+            setattr(self, name, value)
+
+    def with_fields(self, **changes: Any) -> dict[str, Any]:
+        return _without_classes(dataclasses.replace(self.shape, **changes))
 
     @property
     def shape(self) -> VisionConfig:
@@ -176,6 +204,11 @@ class ZonalVisionConfig(ShapedConfig):
     @property
     def num_channels(self) -> int:
         return self.shape.channels
+
+
+def _without_classes(shape: VisionConfig) -> dict[str, Any]:
+    """The fields but for ``classes``, which is ``num_labels``: users change that on a config."""
+    return {name: value for name, value in shape.to_dict().items() if name != "classes"}
 
 
 __all__ = ["ZonalConfig", "ZonalVisionConfig"]

@@ -19,6 +19,8 @@ from zonal.nn.norm import RMSNorm
 
 NAME = "zonal"
 """The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
+_UNUSED_WINDOW = ("moshi",)
+"""Models whose config has a sliding window that their layers do not use."""
 _SIZES = ("head_dim", "head_size", "attention_head_size")
 
 Make = Callable[[float], Operator]
@@ -52,7 +54,7 @@ def layers_of(call: str, model: nn.Module) -> list[Any]:
             f"{call}: a model of transformers with layers of self-attention is required, received "
             f"{type(model).__name__}."
         )
-    if len({bool(layer.is_causal) for layer in layers}) > 1:
+    if len({is_causal(layer) for layer in layers}) > 1:
         raise ArgumentError(
             f"{call}: a decoder or an encoder is required; {type(model).__name__} has causal layers and others. "
             "Convert its encoder or its decoder alone."
@@ -60,12 +62,30 @@ def layers_of(call: str, model: nn.Module) -> list[Any]:
     return layers
 
 
+def is_causal(layer: Any) -> bool:
+    """Whether tokens see earlier ones only. The config of a decoder may say that they see all (``is_causal=False``)."""
+    return bool(layer.is_causal) and getattr(layer.config, "is_causal", True) is not False
+
+
+def check_window(call: str, layer: Any, window: int | None, *, causal: bool) -> None:
+    """Raise ArgumentError for the sliding window of a decoder whose tokens see all."""
+    if window is not None and layer.is_causal and not causal:
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} has a sliding window of {window} tokens and is asked that each token sees "
+            "all (is_causal=False), which operators do not have. Texts that are shorter than the window need none: set "
+            "sliding_window=None in the config, and convert the model then."
+        )
+
+
 def check_caching(call: str, layers: Sequence[Any]) -> None:
     """Raise ArgumentError unless layers can keep memories as a cache of transformers."""
-    numbers = [getattr(layer, "layer_idx", None) for layer in layers]
-    if numbers != list(range(len(layers))) or not layers[0].is_causal:
+    numbers, config = [getattr(layer, "layer_idx", None) for layer in layers], layers[0].config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    mixed = any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)  # as in Falcon-H1
+    if mixed or numbers != list(range(len(layers))) or not is_causal(layers[0]):
+        found = f"layers of the kinds {', '.join(sorted(set(kinds)))}" if mixed else f"layers {numbers}"
         raise ArgumentError(
-            f"{call}: cache='memory' is for decoders whose layers are all attention, received layers {numbers} of "
+            f"{call}: cache='memory' is for decoders whose layers are all attention, received {found} of "
             f"{type(layers[0]).__name__}. Use cache='keys'."
         )
 
@@ -142,10 +162,11 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
             f"required for {type(layer).__name__}, received {made!r}."
         )
     window = window_of(layer)
+    check_window(call, layer, window, causal=is_causal(layer))
     if open_scale(made):
         made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
-    bare, made = made, windowed(made, window, causal=bool(layer.is_causal))
-    lacking = need(made, dim, bool(layer.is_causal))
+    bare, made = made, windowed(made, window, causal=is_causal(layer))
+    lacking = need(made, dim, is_causal(layer))
     if lacking is not None:
         raise ArgumentError(
             f"{call}: operator {made.name!r} needs {lacking}. Use zonal.nn.Attention, which "
@@ -208,6 +229,8 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
 def window_of(layer: Any) -> int | None:
     """The number of tokens in the layer's sliding window, and on each side of an encoder's token; None without one."""
     kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    if layer.config.model_type in _UNUSED_WINDOW:
+        return None
     if kinds is not None and index is not None and kinds[index] == "full_attention":
         return None  # whatever the model's other layers have
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
@@ -242,11 +265,13 @@ __all__ = [
     "Choice",
     "Layers",
     "check_caching",
+    "check_window",
     "chosen_of",
     "for_layer",
     "head_dim",
     "heads",
     "install",
+    "is_causal",
     "layers_of",
     "need",
     "open_scale",

@@ -1,0 +1,128 @@
+"""What Trainer, peft and the models of transformers themselves expect: configs that can be changed, labels that are
+shifted, tied tokens, and decoders whose tokens see all.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
+
+from zonal import hf
+from zonal.errors import ArgumentError
+from zonal.models import ModelConfig
+
+
+def test_a_config_is_the_shape_and_can_be_changed(tmp_path: Any) -> None:
+    """Its fields are attributes and can be replaced when it is read, as those of transformers' own configs."""
+    given = {"vocab_size": 61, "dim": 32, "layers": "sko", "heads": 4}
+    config = hf.ZonalConfig(**given)
+    assert config.shape == ModelConfig(**given)
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).shape == config.shape
+    changes = {"dim": 64, "heads": 8, "layers": "softmax*3", "rotary": True, "vocab_size": 99}
+    assert AutoConfig.from_pretrained(tmp_path, **changes).shape == ModelConfig(**changes)
+    config.rotary_base = 5e5
+    assert (config.shape.rotary_base, config.rotary_base) == (5e5, 5e5)
+    with pytest.raises(ArgumentError, match="num_hidden_layers is read from the shape, and the argument is called lay"):
+        AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    with pytest.raises(AttributeError, match="ZonalConfig has no attribute 'depth'"):
+        _ = config.depth
+    image = hf.ZonalVisionConfig(image=8, channels=1, layers="sko")
+    image.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, layers="sko*2", num_labels=3).shape == dataclasses.replace(
+        image.shape, layers=("sko", "sko"), classes=3
+    )
+
+
+def test_labels_are_shifted_before_they_are_smoothed(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    made = hf.ZonalForCausalLM(hf.ZonalConfig(vocab_size=31, dim=16, layers="softmax", heads=2))
+    tokens = torch.randint(31, (2, 9))
+    trainer = Trainer(made, TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[]))
+    found = trainer.compute_loss(made, {"input_ids": tokens, "labels": tokens})
+    logits = made(tokens).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found.to(expected), expected)
+
+
+def test_a_merged_adapter_of_tied_tokens_gives_the_same_logits() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    made = hf.ZonalForCausalLM(hf.ZonalConfig(vocab_size=31, dim=16, layers="softmax", heads=2)).eval()
+    lora = peft.LoraConfig(target_modules=["query"], trainable_token_indices=[3, 4], task_type="CAUSAL_LM")
+    adapted, tokens = peft.get_peft_model(made, lora).eval(), torch.tensor([[3, 9, 4, 1]])
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        before = adapted(input_ids=tokens).logits
+        torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, before, atol=1e-5, rtol=1e-5)
+
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["config", "call"])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_a_decoder_whose_tokens_see_all(kind: Any, where: str) -> None:
+    """``is_causal=False``, which transformers takes in a config and in a call."""
+    torch.manual_seed(0)
+    tokens, mask = torch.randint(2, 61, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    config = kind(**SMALL, **({"is_causal": False} if where == "config" else {}))
+    made = AutoModel.from_config(config, attn_implementation="sdpa").eval()
+    call: dict[str, Any] = {"use_cache": False, **({"is_causal": False} if where == "call" else {})}
+    with torch.no_grad():
+        before = [made(tokens, **call)[0], made(tokens, attention_mask=mask, **call)[0][mask.bool()]]
+        if where == "config":
+            with pytest.raises(ArgumentError, match="cache='memory' is for decoders"):
+                hf.convert(made, cache="memory")
+        hf.convert(made)
+        after = [made(tokens, **call)[0], made(tokens, attention_mask=mask, **call)[0][mask.bool()]]
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_of_such_a_decoder_is_refused() -> None:
+    words, tokens = "has a sliding window of 4 tokens and is asked that each token sees all", torch.tensor([[3, 4, 5]])
+    with pytest.raises(ArgumentError, match=words):
+        hf.convert(AutoModel.from_config(MistralConfig(**SMALL, sliding_window=4, is_causal=False)))
+    made = AutoModel.from_config(MistralConfig(**SMALL, sliding_window=4))
+    hf.convert(made)
+    with pytest.raises(ArgumentError, match=words):
+        made(tokens, use_cache=False, is_causal=False)
+    hf.register()
+    config = MistralConfig(**SMALL, sliding_window=4, is_causal=False)
+    with pytest.raises(ArgumentError, match=words):
+        AutoModel.from_config(config, attn_implementation="zonal:softmax")(tokens, use_cache=False)
+
+
+def test_a_memory_keeps_earlier_tokens_only() -> None:
+    torch.manual_seed(0)
+    made = AutoModel.from_config(LlamaConfig(**SMALL)).eval()
+    hf.convert(made, cache="memory")
+    with pytest.raises(ArgumentError, match="has a MemoryCache, which keeps earlier tokens"):
+        made(torch.tensor([[3, 4, 5]]), **{hf.CACHE: hf.MemoryCache()}, use_cache=True, is_causal=False)
+
+
+def test_an_attention_by_name_whose_tokens_see_all() -> None:
+    hf.register()
+    tokens, found = torch.arange(2, 11)[None], []
+    for name in ("zonal:softmax", "eager"):
+        torch.manual_seed(0)
+        made = AutoModel.from_config(LlamaConfig(**SMALL, is_causal=False), attn_implementation=name).eval()
+        with torch.no_grad():
+            found.append(made(tokens, use_cache=False)[0])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
