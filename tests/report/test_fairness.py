@@ -1,6 +1,7 @@
 """What makes a comparison less than fair stands beside its headline; who has not learned the task is not ranked."""
 
 import json
+import shutil
 
 import pytest
 from report.comparison_folder import SLUGS, write_comparison
@@ -182,6 +183,10 @@ def test_runs_that_diverged(fair):
         "1 of 18 runs was dropped because the loss or its gradient was no longer finite: SKO at rate 0.01, 1 of 3 "
         "seeds."
     )
+    shutil.copytree(fair, fair.with_name("screened"))
+    for seed in (1, 2):
+        shutil.rmtree(fair.with_name("screened") / f"runs/sko/seed-{seed}-lr-0.01")
+    assert sentence(fair.with_name("screened"), "failed").endswith("SKO at rate 0.01, 1 of 1 seed.")
     edit(fair, "runs/sko/seed-1-lr-0.01", status="failed", final=None, message="train: out of memory.")
     assert sentence(fair, "failed") == (
         "2 of 18 runs were dropped, 1 of them because the loss or its gradient was no longer finite: SKO at rate "

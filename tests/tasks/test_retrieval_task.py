@@ -80,9 +80,8 @@ def test_what_a_task_says_of_itself(task):
     assert task.length == 40
     assert task.guess().value == (1 / 2 + 1) / 2
     assert task.describe() == (
-        "Retrieval: system-prompt, tool-trace (2 pairs, 24 to 40 tokens), in 2 stages; vocabulary 64; a guess "
-        "among the answers in the context that were not named yet is right in 75%; "
-        "then measured on needle, two-hop (1 to 2 pairs, 24 to 48 tokens)."
+        "Retrieval: system-prompt, tool-trace (2 pairs, 24 to 40 tokens), in 2 stages; vocabulary 64; without "
+        "learning 75% of the answers are right; then measured on needle, two-hop (1 to 2 pairs, 24 to 48 tokens)."
     )
     assert task.decode(task.train_batch(0, 1, 0).tokens[0].tolist()).count("?") == 1
     assert (

@@ -1,6 +1,7 @@
 """``zonal compare``: operators × seeds × learning rates on one task, shown while it runs, ended by a report."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,7 +238,7 @@ def exit_code(result: ComparisonResult, directory: Path, jobs: int | str = 1) ->
     says it.
     """
     option = "--workers" if isinstance(jobs, str) else "--jobs"
-    again = f"zonal compare --resume {directory}" + ("" if jobs == 1 else f" {option} {jobs}")
+    again = f"zonal compare --resume {shlex.quote(str(directory))}" + ("" if jobs == 1 else f" {option} {jobs}")
     done, failed = (sum(record.status == status for record in result.runs) for status in ("done", "failed"))
     if result.status == "stopped":
         print(

@@ -70,9 +70,13 @@ def checkpoint_in(path: Path, command: str = "generate") -> Path:
     if found.is_file():
         return found
     if (path / "comparison.json").is_file():
-        raise FileFormatError(
-            f"{command}: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003."
+        runs = sorted(each.parent for each in path.glob("runs/*/*/checkpoint.safetensors"))
+        advice = (
+            f"Give one of its runs, such as {runs[0]}"
+            if runs
+            else "None of its runs has weights, which a packed comparison does not keep: run it again"
         )
+        raise FileFormatError(f"{command}: {path} holds a comparison. {advice}.")
     raise FileFormatError(
         f"{command}: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file."
     )

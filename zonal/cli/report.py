@@ -1,5 +1,6 @@
 """``zonal report``: the pages of folders where runs have ended, and their packed form."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -50,5 +51,6 @@ def run(options: Report, command: str) -> int:
                 left_out = len(report.load(folder).runs) - len(report.load(packed).runs)
                 if left_out:
                     runs = "1 run that has" if left_out == 1 else f"{left_out} runs that have"
-                    print(f"Left out: {runs} not ended. `zonal compare --resume {folder}` finishes them.")
+                    again = f"zonal compare --resume {shlex.quote(str(folder))}"
+                    print(f"Left out: {runs} not ended. `{again}` finishes them.")
     return 0

@@ -141,12 +141,13 @@ def tell(result: SearchResult, search: Search) -> int:
     for line in report.headline(read_json(search.directory / "findings.json")):
         print(line)
     if result.status == "stopped":
-        print(f"Stopped. Go on with the same command, or with: zonal search --resume {search.directory}")
+        again = f"zonal search --resume {shlex.quote(str(search.directory))}"
+        print(f"Stopped. Go on with the same command, or with: {again}")
     print(f"Report: {paths.html}")
     if result.winner is not None:
         best = formats.rate(result.winner.learning_rate)
         print(
             f"The winner again, {result.winner.operator} at learning rate {best}: "
-            f"zonal compare --preset {search.directory / RECIPE}"
+            f"zonal compare --preset {shlex.quote(str(search.directory / RECIPE))}"
         )
     return STOPPED if result.status == "stopped" else 0

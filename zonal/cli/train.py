@@ -1,6 +1,7 @@
 """``zonal train``: one model on one task; the folder can be continued, and generated from."""
 
 import contextlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,5 +181,5 @@ def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int
         )
     print(f"Model: {folder / 'checkpoint.safetensors'}")
     if isinstance(task, tasks.Text) and task.causal:
-        print(f'Try: zonal generate --model {folder} --prompt "Once" --max-new-tokens 200')
+        print(f'Try: zonal generate --model {shlex.quote(str(folder))} --prompt "Once" --max-new-tokens 200')
     return 0

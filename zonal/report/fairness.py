@@ -7,6 +7,7 @@ whatever others reach.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -154,11 +155,11 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     because = "because the loss or its gradient was no longer finite"
     some = f", {diverged} of them {because}" if diverged else ""
     labels = {row.operator: formats.named(row.label) for row in rows}
-    groups: dict[tuple[str, float], int] = {}
-    for run in failed:
-        groups[run.operator, run.learning_rate] = groups.get((run.operator, run.learning_rate), 0) + 1
+    groups = Counter((run.operator, run.learning_rate) for run in failed)
+    tried = Counter((run.operator, run.learning_rate) for run in data.runs)  # some rates by the screening seeds alone
     which = "; ".join(
-        f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {len(data.seeds)} seeds"
+        f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {tried[operator, rate]} "
+        f"seed{'s' if tried[operator, rate] > 1 else ''}"
         for (operator, rate), count in groups.items()
     )
     verb = "was" if len(failed) == 1 else "were"

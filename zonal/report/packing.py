@@ -64,7 +64,8 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     contents = {name: data for name, data in contents.items() if os.path.dirname(name) not in left_out}
     if left_out and (not contents or (source / "search.json").is_file()):
         raise ArgumentError(
-            f"pack: {len(left_out)} runs of {source} have not ended. Finish them with --resume {source}."
+            f"pack: {len(left_out)} runs of {source} have not ended. Finish them with "
+            f"--resume {shlex.quote(str(source))}."
         )
     if (source / "comparison.json").is_file():
         undrawn = _undrawn(source, runs)

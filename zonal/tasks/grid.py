@@ -137,8 +137,8 @@ class Retrieval(Drawn[Shape]):
         steps = f", in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
         return (
-            f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context "
-            f"that were not named yet is right in {self.guess().value:.0%}{transfer}."
+            f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; without learning "
+            f"{self.guess().value:.0%} of the answers are right{transfer}."
         )
 
     def word(self, token: int) -> str:

@@ -1,6 +1,7 @@
 """The folder of a comparison or a search: whether it is theirs, and what the file says that makes it so."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,8 +35,8 @@ def claimed(
             name, old, new = difference
             raise ArgumentError(
                 f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. "
-                "Use the same settings to resume "
-                f"(or `zonal {call} --resume {directory}`), choose another folder, or delete this one."
+                f"Use the same settings to resume (or `zonal {call} --resume {shlex.quote(str(directory))}`), "
+                "choose another folder, or delete this one."
             )
         return stored
     if directory.exists() and not directory.is_dir():
