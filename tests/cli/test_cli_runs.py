@@ -127,6 +127,10 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
     assert "1 of 1 runs failed" in out
     assert "zonal compare --resume failing --retry-failed" in out
     assert "Last good checkpoint" in (here / "failing/report.md").read_text()
+    began = json.loads((here / "failing/comparison.json").read_text())["device"]["threads"]
+    code, _, err = run(f"compare --resume failing --retry-failed --threads {began + 1}", capsys)
+    assert code == 2
+    assert f"--threads {began + 1} would change nothing" in err
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_runs_that_stopped_alike_are_told_apart_by_steps(tmp_path):
         "tells them apart."
     )
     assert "Linear is 0.005" in summary.sentences[0]
+    assert [row.label for row in summary.rows if "accuracy" in row.best] == ["Softmax", "SKO"]
     assert not any("SKO is" in sentence for sentence in summary.sentences)
 
 

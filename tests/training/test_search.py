@@ -277,6 +277,8 @@ def test_costs_of_each_measure():
     )
     assert a_search().cost(run) == 0.7
     assert a_search(measure="metric").cost(run) == 0.75
+    early = replace(a_search().training, stop_at_accuracy=0.2)  # what goes beyond says nothing
+    assert a_search(measure="metric", training=early).cost(run) == 0.8
     assert a_search(measure="steps", target=0.5).cost(run) == 20
     whole = replace(a_search().training, thresholds=(0.5, 1.0))
     assert a_search(measure="steps", target=1.0, training=whole).cost(run) == 30

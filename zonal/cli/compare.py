@@ -194,6 +194,11 @@ def run(options: Compare, command: str) -> int:
     else:
         spec = specification(options, command)
         comparison = Comparison(options.out or folder_of(spec.task.name, spec.identity()), spec)
+    if comparison.threads is not None and options.threads not in (None, comparison.threads):
+        raise ArgumentError(
+            f"compare: --threads {options.threads} would change nothing: the comparison in {comparison.directory} "
+            f"was begun with {comparison.threads} and sums depend on it. Leave --threads out, or choose another folder."
+        )
     jobs = options.jobs if options.workers is None else parsed("compare: --workers", options.workers)
     result = execute(comparison, jobs=jobs, threads=options.threads, retry_failed=options.retry_failed)
     if comparison.plan is None:

@@ -143,13 +143,16 @@ def slice_order(key: str) -> tuple[int, float, str]:
         return 1, 0.0, key
 
 
-def _mark_best(rows: Sequence[Row]) -> dict[str, set[str]]:
-    """Which operators hold the best value of each column; ties share the mark, a lone operator gets none."""
+def _mark_best(rows: Sequence[Row], stop: float | None) -> dict[str, set[str]]:
+    """Which operators hold the best value of each column; ties share the mark, a lone operator gets none. stop: the
+    accuracy at which runs stop.
+    """
     marks: dict[str, set[str]] = {row.operator: set() for row in rows}
     means = ("loss", "accuracy", "bits_per_byte", "tokens_per_second", "peak_memory_bytes")
     columns: dict[str, dict[str, float]] = {
         name: {row.operator: found.mean for row in rows if (found := getattr(row, name))} for name in means
     }
+    columns["accuracy"] = {operator: capped(mean, stop) for operator, mean in columns["accuracy"].items()}
     columns["parameters"] = {row.operator: row.parameters for row in rows if row.parameters is not None}
     for length in {length for row in rows for length in row.memory_bytes}:
         known = [row for row in rows if length in row.memory_bytes]
@@ -209,7 +212,7 @@ def summarise(data: ComparisonData) -> Summary:
                 learned=fairness.learned(data, trained and trained.mean),
             )
         )
-    marks = _mark_best(drafts)
+    marks = _mark_best(drafts, data.stop)
     softmax = [row.tokens_per_second for row in drafts if style.parse(row.operator)[0] == "softmax"]
     base = next((speed.mean for speed in softmax if speed), None)
     rows = tuple(

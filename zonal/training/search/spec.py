@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from zonal import tasks
 from zonal.errors import ArgumentError
+from zonal.evaluation.selection import capped
 from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
 from zonal.store import understood
@@ -164,7 +165,7 @@ class SearchSpec(SearchSettings):
         value = run.final[name]
         if value is None or not math.isfinite(value):
             return None
-        return 1 - value if name == "accuracy" else value
+        return 1 - capped(value, self.training.stop_at_accuracy) if name == "accuracy" else value
 
     @property
     def measured(self) -> str:
