@@ -64,7 +64,7 @@ def layers_of(call: str, model: nn.Module) -> list[Any]:
 
 def is_causal(layer: Any) -> bool:
     """Whether tokens see earlier ones only. The config of a decoder may say that they see all (``is_causal=False``)."""
-    return bool(layer.is_causal) and getattr(layer.config, "is_causal", True) is not False
+    return bool(layer.is_causal) and getattr(getattr(layer, "config", None), "is_causal", True) is not False
 
 
 def check_window(call: str, layer: Any, window: int | None, *, causal: bool) -> None:
