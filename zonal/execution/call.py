@@ -271,7 +271,7 @@ def checked(
             f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real "
             f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
         )
-    check_biases("attention", (batch, k.shape[1], keys), log_decay=log_decay, key_bias=key_bias)
+    check_biases("attention", (batch, k.shape[1], keys), log_decay, key_bias)
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,9 @@ class ShapedConfig(PreTrainedConfig):
         """The shape as a value."""
         raise NotImplementedError
 
-    def with_fields(self, **changes: Any) -> dict[str, Any]:
-        """``model`` with other values of some fields. Raises: ArgumentError for a shape that is refused."""
-        return dataclasses.replace(self.shape, **changes).to_dict()
+    def with_field(self, name: str, value: Any) -> dict[str, Any]:
+        """``model`` with another value of a field. Raises: ArgumentError for a shape that is refused."""
+        return dataclasses.replace(self.shape, **{name: value}).to_dict()
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).fields:
@@ -52,7 +52,7 @@ class ShapedConfig(PreTrainedConfig):
                     f"{self.names[name]}. Pass {self.names[name]} instead."
                 )
         elif name in self.fields:
-            self.model = self.with_fields(**{name: value})
+            self.model = self.with_field(name, value)
         else:
             super().__setattr__(name, value)
 
@@ -189,8 +189,8 @@ class ZonalVisionConfig(ShapedConfig):
         for name, value in named.items():
             setattr(self, name, value)
 
-    def with_fields(self, **changes: Any) -> dict[str, Any]:
-        return _without_classes(dataclasses.replace(self.shape, **changes))
+    def with_field(self, name: str, value: Any) -> dict[str, Any]:
+        return _without_classes(dataclasses.replace(self.shape, **{name: value}))
 
     @property
     def shape(self) -> VisionConfig:

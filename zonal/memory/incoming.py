@@ -51,18 +51,18 @@ def check_tokens(
             "True for real tokens, "
             f"received {mask.dtype} of shape {tuple(mask.shape)}."
         )
-    check_biases("Memory.absorb", (form.batch, form.heads, n), log_decay=log_decay, key_bias=key_bias)
+    check_biases("Memory.absorb", (form.batch, form.heads, n), log_decay, key_bias)
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is not None and (reason := untaken(operator, name)) is not None:
             raise ArgumentError(f"Memory.absorb: {reason}")
     _check_numbers({"k": k, "v": v, "log_decay": log_decay, "key_bias": key_bias, "key_gate": key_gate}, mask)
 
 
-def check_biases(call: str, shape: tuple[int, int, int], **given: Tensor | None) -> None:
+def check_biases(call: str, shape: tuple[int, int, int], log_decay: Tensor | None, key_bias: Tensor | None) -> None:
     """Raises: ArgumentError for biases or decays that are not floating point, or not one for each key of each head.
     shape: (batch, key heads, keys).
     """
-    for name, x in given.items():
+    for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is None:
             continue
         if not x.is_floating_point():
