@@ -3,6 +3,7 @@ shifted, tied tokens, and decoders whose tokens see all.
 """
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
+    FalconH1Config,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -19,6 +21,7 @@ from transformers import (
 
 from zonal import hf
 from zonal.errors import ArgumentError
+from zonal.hf.layers import window_of
 from zonal.models import ModelConfig
 
 
@@ -126,3 +129,18 @@ def test_an_attention_by_name_whose_tokens_see_all() -> None:
         with torch.no_grad():
             found.append(made(tokens, use_cache=False)[0])
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_model_does_not_do_is_not_converted() -> None:
+    """Falcon-H1 has a recurrence beside the attention of each layer; Moshi's layers use no window of its config."""
+    with pytest.raises(ArgumentError, match="received layers of the kinds hybrid of FalconH1Attention"):
+        hf.convert(
+            AutoModel.from_config(
+                FalconH1Config(**SMALL, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+            ),
+            cache="memory",
+        )
+    layer = SimpleNamespace(config=MistralConfig(**SMALL, sliding_window=4), layer_idx=0)
+    assert window_of(layer) == 4
+    layer.config.model_type = "moshi"
+    assert window_of(layer) is None

@@ -35,9 +35,10 @@ class ShapedConfig(PreTrainedConfig):
         """The shape as a value."""
         raise NotImplementedError
 
-    def with_field(self, name: str, value: Any) -> dict[str, Any]:
-        """``model`` with another value of a field. Raises: ArgumentError for a shape that is refused."""
-        return dataclasses.replace(self.shape, **{name: value}).to_dict()
+    @staticmethod
+    def stored(shape: Any) -> dict[str, Any]:
+        """What ``model`` holds of a shape."""
+        return shape.to_dict()
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).fields:
@@ -52,7 +53,7 @@ class ShapedConfig(PreTrainedConfig):
                     f"{self.names[name]}. Pass {self.names[name]} instead."
                 )
         elif name in self.fields:
-            self.model = self.with_field(name, value)
+            self.model = self.stored(dataclasses.replace(self.shape, **{name: value}))
         else:
             super().__setattr__(name, value)
 
@@ -185,12 +186,14 @@ class ZonalVisionConfig(ShapedConfig):
         others["num_labels"] = shape.classes if count is None else count
         named = {name: others.pop(name) for name in self.names if name in others}
         super().__post_init__(**others)
-        self.model = _without_classes(shape)
+        self.model = self.stored(shape)
         for name, value in named.items():
             setattr(self, name, value)
 
-    def with_field(self, name: str, value: Any) -> dict[str, Any]:
-        return _without_classes(dataclasses.replace(self.shape, **{name: value}))
+    @staticmethod
+    def stored(shape: VisionConfig) -> dict[str, Any]:
+        """All but ``classes``, which is ``num_labels``: users change that on a config."""
+        return {name: value for name, value in shape.to_dict().items() if name != "classes"}
 
     @property
     def shape(self) -> VisionConfig:
@@ -204,11 +207,6 @@ class ZonalVisionConfig(ShapedConfig):
     @property
     def num_channels(self) -> int:
         return self.shape.channels
-
-
-def _without_classes(shape: VisionConfig) -> dict[str, Any]:
-    """The fields but for ``classes``, which is ``num_labels``: users change that on a config."""
-    return {name: value for name, value in shape.to_dict().items() if name != "classes"}
 
 
 __all__ = ["ZonalConfig", "ZonalVisionConfig"]
