@@ -71,6 +71,17 @@ def test_one_model_is_trained_in_the_shape_in_which_it_is_compared(name):
         assert train.model_of(alone, spec.task) == spec.model_for(operator)
 
 
+def test_other_spaces_and_quotation_marks_are_the_same_model():
+    spec = compare.specification(options("--preset text-contest"), "")
+    for operator, label in zip(spec.operators, spec.labels, strict=True):
+        other = operator.replace("'", '"').replace(", ", " ,")
+        again = compare.specification(options(f"--preset text-contest --operators {shlex.quote(other)}"), "")
+        assert (again.labels, again.shapes == {}) == ((label,), operator not in spec.shapes)
+        if again.shapes:
+            (shape,) = again.shapes.values()
+            assert shape.mlp_ratio == spec.shapes[operator].mlp_ratio
+
+
 OWN = """
 about = "a baseline with a model of its own"
 seeds = "1"

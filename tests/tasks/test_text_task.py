@@ -176,10 +176,27 @@ def test_pretokenised_corpora(tmp_path):
     fresh = Text(path, "gpt2", 16)
     assert task.tokenizer.name == "gpt2"
     assert torch.equal(task.train_batch(3, 2, 1).tokens, fresh.train_batch(3, 2, 1).tokens)
-    with pytest.raises(ArgumentError, match="has gpt2 tokens, tokenizer='byte' was asked for"):
+    with pytest.raises(FileFormatError, match=r"made with another tokenizer \(gpt2\) than byte"):
         Text(tmp_path / "corpus", "byte", 16)
     with pytest.raises(ArgumentError, match="max_bytes limits text that is still to be tokenised"):
         Text(tmp_path / "corpus", length=16, max_bytes=100)
+
+
+def test_a_tokenizer_whose_file_was_moved(tmp_path):
+    """Neither the cache of prepared texts nor a corpus that was carried here needs the folder in which it was made."""
+    path = tmp_path / "mine.txt"
+    path.write_text("some words and more " * 100)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    tokenizers.train([path.read_text()], 260, old)
+    task = Text(path, str(old), 16)
+    pretokenise(path, tokenizers.resolve(str(old)), tmp_path / "corpus")
+    old.rename(new)
+    again, carried = Text(path, str(new), 16), Text(tmp_path / "corpus", str(new), 16)
+    assert again.corpus.folder == task.corpus.folder
+    for other in (again, carried, tasks.from_config(carried.config())):
+        assert torch.equal(other.train_batch(3, 2, 1).tokens, task.train_batch(3, 2, 1).tokens)
+    with pytest.raises(FileFormatError, match=r"old\.json, which is not to be had here\. Give its file"):
+        Text(tmp_path / "corpus", length=16)
 
 
 def test_a_text_shorter_than_a_sequence_says_how_much_is_needed(tmp_path):

@@ -114,9 +114,9 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     steps, budget = training_steps(options.training, options.budget)
     experiment = None if options.preset is None else presets.find(options.preset, "compare")
     shapes = {
-        operator: dataclasses.replace(options.model, **experiment.shapes[operator])
+        operator: dataclasses.replace(options.model, **shape)
         for operator in operators
-        if experiment is not None and base is None and operator in experiment.shapes
+        if experiment is not None and base is None and (shape := experiment.shape_of(operator))
     }
     # names are checked before the data is read: a misspelt operator should not wait for a large text
     for operator in operators:
@@ -124,8 +124,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         for layer in dict.fromkeys(layers_for(operator, size[1])):
             check(layer, size[0])
     layers = layers_for(next((name for name in operators if name not in shapes), operators[0]), count)
-    known = {} if experiment is None else experiment.labels
-    labels = tuple(known.get(operator) or style.label(operator) for operator in operators)
+    labels = tuple((experiment and experiment.label_of(operator)) or style.label(operator) for operator in operators)
     task = options.task.resolve("compare")
     return ComparisonSpec(
         task=task,

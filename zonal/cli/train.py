@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +82,7 @@ def defaults(words: Sequence[str]) -> Train | None:
         operator=operator,
         learning_rate=parse.learning_rates(preset.learning_rates)[0],
         task=preset.task,
-        model=preset.model_of(operator),
+        model=replace(preset.model, **preset.shape_of(operator)),
         training=preset.training,
     )
 

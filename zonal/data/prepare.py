@@ -37,7 +37,7 @@ def cached_corpus(source: corpora.Source, tokenizer: Tokenizer, *, max_bytes: in
     target = cache_folder() / "corpora" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
     if not shards.is_corpus(target):
         shards.write_corpus(target, _documents(source, max_bytes), tokenizer, source=source.title)
-    return shards.open_corpus(target)
+    return shards.open_corpus(target, tokenizer)
 
 
 def pretokenise(
@@ -56,4 +56,4 @@ def pretokenise(
         raise ArgumentError(f"pretokenise: {folder} exists already. Remove it or choose another folder.")
     opened = corpora.open_source(source)
     shards.write_corpus(folder, _documents(opened, max_bytes), tokenizer, source=opened.title)
-    return shards.open_corpus(folder)
+    return shards.open_corpus(folder, tokenizer)

@@ -41,8 +41,8 @@ def _dtype_for(vocab_size: int) -> str:
 class Corpus:
     """A verified, read-only token stream. Made by ``open_corpus``.
 
-    tokenizer: its name; count: tokens; bytes: UTF-8 bytes they stand for; documents: texts that were joined by
-    separators. sha256: of the shards' checksums in order.
+    tokenizer: the name of the one that made it, as it was then. count: tokens; bytes: UTF-8 bytes they stand for;
+    documents: texts that were joined by separators. sha256: of the shards' checksums in order.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], shards: list[np.ndarray], sha256: str) -> None:
@@ -237,10 +237,21 @@ def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tupl
     return tokens, digest
 
 
-def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
+def _named(name: str, folder: Path) -> Tokenizer:
+    try:
+        return tokenizers.resolve(name)
+    except ZonalError as error:
+        raise FileFormatError(
+            f"open_corpus: {folder} was made with the tokenizer {name}, which is not to be had here. Give its file, "
+            f"from where it lies now, as the tokenizer. ({error})"
+        ) from error
+
+
+def open_corpus(folder: str | os.PathLike[str], tokenizer: Tokenizer | None = None) -> Corpus:
     """Open a corpus folder: every shard's description, size, checksum and token range is verified, then mapped into
     memory.
 
+    tokenizer: the one that made the tokens, wherever its file lies now; None looks for it under the name in the index.
     Raises: FileFormatError in one line when something is missing, truncated, foreign or damaged.
     """
     path = Path(folder)
@@ -249,11 +260,12 @@ def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
         "documents": int, "source": str, "shards": list,
     }  # fmt: skip
     index = _described(path / INDEX, _CORPUS_MAGIC, types)
-    tokenizer = tokenizers.resolve(index["tokenizer"])
+    if tokenizer is None:
+        tokenizer = _named(index["tokenizer"], path)
     if (index["tokenizer_sha256"], index["vocab_size"]) != (tokenizer.fingerprint, tokenizer.vocab_size):
         raise FileFormatError(
-            f"open_corpus: {path} was made with another {tokenizer.name} tokenizer than this program's. "
-            "Prepare the corpus again."
+            f"open_corpus: {path} was made with another tokenizer ({index['tokenizer']}) than {tokenizer.name}. "
+            "Name the one that made it, or prepare the corpus again."
         )
     if index["dtype"] not in _DTYPES or not index["shards"]:
         raise FileFormatError(

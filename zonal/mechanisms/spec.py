@@ -19,6 +19,12 @@ def name_of(spec: str) -> str:
     return _read(spec)[0]
 
 
+def written(spec: str) -> str:
+    """The spec with Python's own spaces and quotation marks. Raises: ArgumentError when it cannot be read."""
+    name, keywords = _read(spec)
+    return f"{name}({', '.join(map(ast.unparse, keywords))})" if keywords else name
+
+
 def made(
     spec: str,
     makers: Mapping[str, Callable[..., T]],
@@ -89,4 +95,4 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
     return name, call.keywords if call is not None else []
 
 
-__all__ = ["made", "name_of"]
+__all__ = ["made", "name_of", "written"]

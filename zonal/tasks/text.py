@@ -240,13 +240,9 @@ def _load(source: str, tokenizer: str | None, max_bytes: int | None) -> tuple[st
             raise ArgumentError(
                 "Text: max_bytes limits text that is still to be tokenised; leave it out for a pre-tokenised corpus."
             )
-        corpus = open_corpus(folder)
-        if tokenizer is not None and tokenizer != corpus.tokenizer:
-            raise ArgumentError(
-                f"Text: the corpus {folder} has {corpus.tokenizer} tokens, tokenizer={tokenizer!r} was asked for. "
-                "Leave the tokenizer out or give the text."
-            )
-        return folder.as_posix(), corpus.source, corpus, tokenizers.resolve(corpus.tokenizer)
+        given = None if tokenizer is None else tokenizers.resolve(tokenizer)
+        corpus = open_corpus(folder, given)
+        return folder.as_posix(), corpus.source, corpus, given or tokenizers.resolve(corpus.tokenizer)
     opened = open_source(source)
     resolved = tokenizers.resolve("byte" if tokenizer is None else tokenizer)
     return opened.spec, opened.title, cached_corpus(opened, resolved, max_bytes=max_bytes), resolved
