@@ -135,3 +135,18 @@ def test_the_command_leaves_out_what_is_held_out(tmp_path, capsys):
     assert not out.with_name("none.json").exists()
     assert main(["tokenizer"]) == 2
     assert "--out is required" in capsys.readouterr().err
+
+
+def test_many_short_documents_do_not_move_what_is_held_out(tmp_path, monkeypatch, capsys):
+    """Each document's separator counts as one byte, here as in the task."""
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(1000):
+        (folder / f"a{index:03}.txt").write_text("abc")
+    (folder / "z.txt").write_text("b" * 5000)
+    command = ["tokenizer", "--data", str(folder), "--size", "280", "--out", str(tmp_path / "bpe.json")]
+    assert main([*command, "--validation-fraction", "0.4"]) == 0
+    held = tasks.Text(folder, "byte", 16, validation_fraction=0.4)
+    assert f"learned from {held.split:,} bytes" in capsys.readouterr().out
+    assert held.split == 8999 - int(8999 * 0.4)

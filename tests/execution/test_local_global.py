@@ -120,6 +120,17 @@ def test_a_bias_that_sums_cannot_hold_is_refused(path: str) -> None:
     assert (y - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("path", ["dense", "chunked", "streaming"])
+def test_a_key_that_is_nan_reaches_all_later_queries(path: str) -> None:
+    """In the window and before it."""
+    q, k, v = inputs()
+    k[:, 1, 7] = float("nan")
+    y = zonal.attention(q, k, v, operator(), causal=True, path=path)
+    broken = torch.zeros_like(y, dtype=torch.bool)
+    broken[:, 2:, 7:] = True
+    assert y.isnan().equal(broken)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("path", ["chunked", "streaming"])
 @pytest.mark.parametrize("first", [0, 2])

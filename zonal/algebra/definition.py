@@ -89,8 +89,8 @@ def _log_far(far: Far, q: Tensor, k: Tensor) -> Tensor:
     keys = far.keys(k[:, ::groups])  # what a far score has learned of keys has a row for each key head
     block = kernel(far.bound, far.bound.coefficients.to(q), far.queries(q), keys.repeat_interleave(groups, 1))
     block = block * far.weight.to(q).view(1, -1, 1, 1)
-    # a second where keeps the gradient of the logarithm out of pairs without evidence
-    some = block > 0
+    # a second where keeps the gradient of the logarithm out of pairs without evidence; NaN is evidence and stays NaN
+    some = ~(block <= 0)
     return torch.where(some, torch.where(some, block, 1).log(), float("-inf"))
 
 

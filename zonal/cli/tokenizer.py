@@ -7,6 +7,7 @@ from typing import Annotated
 
 from zonal.cli.options import shown
 from zonal.data import open_source, tokenizers
+from zonal.data.source import Source
 from zonal.errors import ArgumentError
 from zonal.limits import SHARE, Between, FileName
 
@@ -33,13 +34,25 @@ class TokenizerOptions:
     """The file to write, which ends with .json."""
 
 
+def _pieces(source: Source) -> Iterator[tuple[str, int]]:
+    """The pieces of the text and their bytes. A separator between two documents counts as one byte of the later one."""
+    earlier = False
+    for document in source.documents():
+        first = True
+        for piece in filter(None, document):
+            yield piece, len(piece.encode()) + (earlier and first)
+            first = False
+        earlier = earlier or not first
+
+
 def run(options: TokenizerOptions, command: str) -> int:
     """Run the command. Returns 0."""
     if options.out is None:
         raise ArgumentError("tokenizer: --out is required: the file to write, such as bpe.json.")
     source = open_source(options.data)
-    total = sum(len(piece.encode()) for document in source.documents() for piece in document)
-    left = int(total * (1 - options.validation_fraction))
+    total = sum(count for _, count in _pieces(source))
+    # as zonal.tasks.text cuts, so that no byte of what it holds out is read
+    left = total - int(total * options.validation_fraction)
     if left == 0:
         raise ArgumentError(
             f"tokenizer: --validation-fraction {options.validation_fraction:g} leaves no text of {source.title} to "
@@ -48,13 +61,12 @@ def run(options: TokenizerOptions, command: str) -> int:
 
     def texts() -> Iterator[str]:
         read = 0
-        for document in source.documents():
-            for piece in document:
-                read += len(piece.encode())
-                if read > left:
-                    yield piece.encode()[: left - read].decode(errors="ignore")
-                    return
-                yield piece
+        for piece, count in _pieces(source):
+            read += count
+            if read > left:
+                yield piece.encode()[: left - read].decode(errors="ignore")
+                return
+            yield piece
 
     made = tokenizers.train(texts(), options.size, options.out)
     sample = "".join(next(iter(source.documents())))[:100_000]

@@ -91,7 +91,7 @@ class Memory(Readable):
         Args:
             operator: an Operator, or a spec such as "ridge". heads: key heads. dtype: of keys and values; sums are
             float32 or better (float64 when asked for), ridge statistics that are not compact always float64.
-            kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
+            kind: "keys" keeps keys and values where fewer numbers would do; None = ``kind_for``.
         """
         operator = operator_of("Memory.empty", operator)
         if isinstance(key_dim, int):
