@@ -11,9 +11,15 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+    CLIPTextConfig,
+    CLIPTextModel,
     FalconH1Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Trainer,
     TrainingArguments,
@@ -21,6 +27,7 @@ from transformers import (
 
 from zonal import hf
 from zonal.errors import ArgumentError
+from zonal.hf.distil import Transfer
 from zonal.hf.layers import window_of
 from zonal.models import ModelConfig
 
@@ -144,3 +151,33 @@ def test_what_a_model_does_not_do_is_not_converted() -> None:
     assert window_of(layer) == 4
     layer.config.model_type = "moshi"
     assert window_of(layer) is None
+
+
+def test_layers_whose_causality_stands_elsewhere_are_refused() -> None:
+    """In the call of CLIP's text encoder, in the mask of BigBird-Pegasus' decoder: both gave encoders."""
+    encoder = CLIPTextModel(
+        CLIPTextConfig(vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4)
+    ).eval()
+    hf.convert(encoder)
+    with pytest.raises(ArgumentError, match=r"asks in the call that it sees earlier ones only \(is_causal=True\)"):
+        encoder(torch.arange(6)[None])
+    decoder = BigBirdPegasusForCausalLM(
+        BigBirdPegasusConfig(
+            vocab_size=19, d_model=16, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=24,
+            encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=24, is_decoder=True,
+        )
+    )  # fmt: skip
+    with pytest.raises(ArgumentError, match="has causal layers and others"):
+        hf.convert(decoder)
+
+
+def test_transfer_measures_what_the_converted_model_computes() -> None:
+    """OPT scales its queries itself. An operator that is softmax has nothing to learn."""
+    model = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=17, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64, word_embed_proj_dim=16,
+        )
+    ).eval()  # fmt: skip
+    hf.convert(model, "softmax")
+    assert max(Transfer(model).losses(torch.arange(12)[None])["layers"]) < 1e-10

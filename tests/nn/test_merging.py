@@ -86,6 +86,7 @@ def test_a_mass_of_zero_is_padding():
     torch.testing.assert_close(made(x, mass=mask.double()), made(x, key_padding_mask=mask), **TOLERANCE)
     count, none = layer("sko"), torch.zeros(2, 13, dtype=torch.float64)
     torch.testing.assert_close(count(x, mass=mask.double()), count(x, key_padding_mask=mask), **TOLERANCE)
+    torch.testing.assert_close(count(x, mass=mask * 0.01), count(x, key_padding_mask=mask), **TOLERANCE)
     assert count(x, mass=none).isfinite().all()
     plan = layer("sinkhorn")
     torch.testing.assert_close(plan(x, mass=mask.double()), plan(x, key_padding_mask=mask), **TOLERANCE)

@@ -73,7 +73,7 @@ def attend(
             f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
             "Window. Convert the model again."
         )
-    causal = _causal(module, others)
+    causal = _causal(call, module, others)
     past = MemoryCache.of_keys(key)
     check_window(call, module, None if own is None else own.left + 1, causal=causal)
     if not causal and past is not None:
@@ -136,7 +136,7 @@ def _attend_by_name(
 
     lacking: what the operator would have to keep, or None.
     """
-    mask, causal = _mask_of(name, module, attention_mask, others), _causal(module, others)
+    mask, causal = _mask_of(name, module, attention_mask, others), _causal(name, module, others)
     _check_stretch(name, module, query, mask, others.get("position_ids"))
     lacking = lacking or need(operator, query.shape[3], causal)
     if lacking is not None:
@@ -151,9 +151,16 @@ def _attend_by_name(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _causal(module: nn.Module, others: Mapping[str, Any]) -> bool:
+def _causal(call: str, module: nn.Module, others: Mapping[str, Any]) -> bool:
     """Whether tokens of a call see earlier ones only: by the layer, its config and the call."""
-    return is_causal(module) and others.get("is_causal") is not False
+    causal, asked = is_causal(module), others.get("is_causal")
+    if asked is True and not causal:  # its operator was made for tokens that see all
+        raise ArgumentError(
+            f"{call}: the layer {type(module).__name__} says that each token sees all, and its model asks in the call "
+            "that it sees earlier ones only (is_causal=True). Such models, as text encoders of CLIP are, cannot be "
+            "converted: load the model with its own attention."
+        )
+    return causal and asked is not False
 
 
 def _kept(operator: Operator) -> str | None:

@@ -252,7 +252,7 @@ class Attention(TokenMixer):
             key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
         )  # fmt: skip
         if mass is not None and isinstance(self.operator.anchor, Count):  # which has divided by the number of buckets
-            y = y * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(y)[:, None, None, None]
+            y = y * ((mass > 0).sum(1) / mass.sum(1).clamp_min(torch.finfo(mass.dtype).tiny)).to(y)[:, None, None, None]
         y = score.carried(y, q, back=True) if score.transports else y
         return self._read_out(y), inputs.after(absorbed, tail, x.shape[1])
 
