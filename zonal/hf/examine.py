@@ -43,7 +43,7 @@ def nats(model: Any, windows: Tensor) -> Tensor:
 
 
 def by_position(losses: Tensor, edges: Sequence[int]) -> list[dict[str, float]]:
-    """Perplexity of the predictions that have more than ``edges[i]`` and at most ``edges[i + 1]`` tokens before them."""
+    """Perplexity of predictions that have more than ``edges[i]`` and at most ``edges[i + 1]`` tokens before them."""
     rows = []
     for low, high in zip(edges, [*edges[1:], losses.shape[1]], strict=True):
         if low < min(high, losses.shape[1]):
