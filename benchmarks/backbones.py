@@ -10,7 +10,6 @@ implementation can go below.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,12 +146,9 @@ def main(argv: list[str] | None = None) -> int:
     options, device = run.options, run.device
     import transformers
 
-    held = (
-        store.read_json(options.out)
-        if options.resume and Path(options.out).is_file()
-        else {"rows": [], "summary": {"errors": {}}}
-    )
-    rows, errors = list(held["rows"]), dict(held["summary"]["errors"])
+    settings = {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}
+    rows = common.kept(options.out, options.resume, settings, device)
+    errors = dict(store.read_json(options.out)["summary"]["errors"]) if rows else {}
     wanted = [
         (width, state, gradients)
         for width, state in (SHAPES[:1] if options.quick else SHAPES)
@@ -162,10 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     for width, state, gradients in missing[: options.rows]:
         rows.append(measured(width, state, gradients, errors, device, 3 if options.quick else 7))
         print(line(rows[-1]), flush=True)
-        run.write(
-            rows, {"errors": errors, "transformers": transformers.__version__},
-            {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, options.out,
-        )  # fmt: skip
+        run.write(rows, {"errors": errors, "transformers": transformers.__version__}, settings, options.out)
     return 0
 
 

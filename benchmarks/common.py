@@ -32,7 +32,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.machine import seconds, synchronise
 from zonal.kernels.build import SETS
 from zonal.kernels.choice import features, processor
-from zonal.training.environment import describe_device, versions
+from zonal.training.environment import check_device, describe_device, versions
 
 SCHEMA = 1
 Work = Callable[[], object]
@@ -127,9 +127,7 @@ def prepare(options: argparse.Namespace) -> torch.device:
     budget = getattr(options, "budget", 1.0)
     if not 0 < budget < math.inf:
         raise ArgumentError(f"bench: --budget must be a number of seconds > 0, received {budget:g}.")
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
+    device = check_device(options.device)
     torch.manual_seed(0)
     if options.quick and options.out == options.record:
         options.out = "-"
@@ -194,7 +192,8 @@ def folder_of_records(about: str) -> Path:
 
 def write_page(out: str, page: Callable[[Path, Any], None]) -> None:
     """Write the HTML page of the JSON ``out`` beside it."""
-    page(Path(out).with_suffix(".html"), store.read_json(out))
+    with store.understood("bench", out):
+        page(Path(out).with_suffix(".html"), store.read_json(out))
 
 
 class Row(Protocol):
@@ -412,10 +411,10 @@ def report(
     print(f"wrote {target}")
 
 
-def kept(out: str, resume: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that ``out`` holds of the same settings, to go on from; none without ``resume``.
+def kept(out: str, resume: bool, settings: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """The rows that ``out`` holds of the same settings, processor and threads, to go on from; none without ``resume``.
 
-    Raises: ArgumentError for rows of other settings.
+    Raises: ArgumentError for rows of others.
     """
     if not resume or not Path(out).is_file():
         return []
@@ -424,6 +423,11 @@ def kept(out: str, resume: bool, settings: Mapping[str, Any]) -> list[dict[str, 
         raise ArgumentError(
             f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was "
             "made with, or another --out."
+        )
+    if found["device"] != describe_device(device, torch.get_num_threads()):
+        raise ArgumentError(
+            f"bench: --resume goes on from {out}, which was made on another machine or with another number of threads "
+            '(its "device" says which). Give --threads as then, or another --out.'
         )
     return found["rows"]
 

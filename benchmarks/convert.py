@@ -458,7 +458,7 @@ def main(argv: list[str] | None = None) -> int:
         "factors": FACTORS,
         "rate": options.rate,
     }
-    rows = common.kept(run.target, options.resume, settings)
+    rows = common.kept(run.target, options.resume, settings, run.device)
     subject = Subject(model, windows(rest, tokenizer, 1, options.length))
     subject.factors = {row["form"]: row["factor"] for row in rows if row.get("factor")}
     base = {row["text"]: torch.tensor(row["nats"], dtype=torch.float64) for row in rows if row["form"] == ORIGINAL}

@@ -120,7 +120,7 @@ def recalled(archive: ingest.Archive, known: Sequence[Fact], unknown: Sequence[F
 def measured(run: common.Run, settings: Mapping[str, Any]) -> None:
     """Measure the rows that are not kept, and write the record after each."""
     options = run.options
-    rows = common.kept(run.target, options.resume, settings)
+    rows = common.kept(run.target, options.resume, settings, run.device)
     known = {(row["part"], row["documents"], row.get("heads", row.get("workers"))) for row in rows}
 
     def add(row: dict[str, Any]) -> None:

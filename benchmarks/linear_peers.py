@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common, peers
-from zonal import device_memory, mechanisms, store
+from zonal import device_memory, mechanisms
 from zonal.errors import ArgumentError
 
 HEADS, DIM = 8, 32
@@ -227,10 +226,6 @@ def main(argv: list[str] | None = None) -> int:
     if any(tokens < 64 or tokens % 64 for tokens in options.tokens):
         raise ArgumentError(f"bench: --tokens must be multiples of 64, received {' '.join(map(str, options.tokens))}.")
     out = "-" if options.quick else options.out
-    rows: list[dict[str, Any]] = (
-        store.read_json(out)["rows"] if options.resume and out != "-" and Path(out).is_file() else []
-    )
-    there = {(row["peer"], row["tokens"], row["causal"]) for row in rows}
     settings = {
         "budget_seconds": options.budget,
         "batch": 1,
@@ -239,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
         "dtype": "float32",
         "gradients": False,
     }
+    rows = common.kept(out, options.resume, settings, device)
+    there = {(row["peer"], row["tokens"], row["causal"]) for row in rows}
     with torch.no_grad():
         for name, make in PEERS.items():
             lengths = [128] if options.quick else options.tokens

@@ -454,7 +454,7 @@ def main(argv: list[str] | None = None) -> int:
         }
     }
     settings |= {"sizes": dataclasses.asdict(sizes), "top": TOP, "clock": "processor time", "dtype": "float32"}
-    rows = common.kept(run.target, options.resume, settings)
+    rows = common.kept(run.target, options.resume, settings, run.device)
     stretch = torch.cat([next(iter(texts.values()))[0][0], next(iter(texts.values()))[0][1][:, -1:]], 1)
     parts: list[Iterator[Row]] = []
     for subject in subjects:

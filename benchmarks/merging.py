@@ -84,6 +84,7 @@ def train(name: str, images: Images, sizes: Sizes, folder: Path, every: int = 10
             "model": config.to_dict(),
             "training": {**dataclasses.asdict(sizes), "shares": list(sizes.shares)},
             "merges": TRAINED[name],
+            "images": images.sha256,
         }
     }
     path = folder / f"{name.replace(' ', '-')}.safetensors"

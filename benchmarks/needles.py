@@ -28,18 +28,23 @@ def task(lengths: Sequence[int], examples: int, vocab_size: int, kind: str = "ne
     )
 
 
+def numbers(text: str) -> list[int]:
+    """Lengths from one text; argparse says in one line what it cannot read."""
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run; 0 when it went through."""
     parser = common.parser(__doc__ or "", "needles")
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, each with a checkpoint")
     parser.add_argument("--kind", default="needle", choices=tuple(KINDS), help="of sequences (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=1, help="things to remember (default: %(default)s)")
-    parser.add_argument("--lengths", default="4096,16384,65536", help="tokens (default: %(default)s)")
+    parser.add_argument("--lengths", type=numbers, default="4096,16384,65536", help="tokens (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=100, help="sequences of a length (default: %(default)s)")
     parser.add_argument("--piece", type=int, default=512, help="tokens read at a time (default: %(default)s)")
     options = parser.parse_args(argv)
     run = common.Run(options)
-    lengths = [128, 256] if options.quick else [int(length) for length in options.lengths.split(",")]
+    lengths = [128, 256] if options.quick else options.lengths
     rows = []
     for folder in options.runs:
         model, _ = load_model(checkpoint_in(folder, "bench needles"))

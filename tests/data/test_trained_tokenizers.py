@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zonal import tasks
-from zonal.cli import main
+from zonal.cli import generate, main
 from zonal.data import cached_corpus, open_source, tokenizers
 from zonal.errors import ArgumentError, FileFormatError
 
@@ -63,6 +63,25 @@ def test_a_corpus_remembers_its_tokenizer(file, tmp_path, monkeypatch):
         tasks.from_config(config)
     opened = cached_corpus(open_source(tmp_path / "text.txt"), tokenizers.resolve(str(file)))
     assert opened.tokenizer == str(file)
+
+
+def test_a_model_reads_and_writes_by_the_tokenizer_that_it_was_trained_with(file, tmp_path, monkeypatch):
+    """In ``zonal generate`` and ``zonal explain``; a hidden token of masked-text has a sign."""
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(file.read_bytes())
+    task = tasks.MaskedText(tmp_path / "text.txt", str(copy), 16)
+    codec = generate.codec(task.config(), task.vocab_size)
+    words = codec.encode("the whale")
+    assert codec.decode([*words, task.vocab_size - 1, *words]) == "the whale▢the whale"
+    copy.unlink()
+    values = json.loads(file.read_text())
+    merges = values["model"]["merges"]
+    values["model"]["merges"] = [*merges[1:], merges[0]]
+    copy.write_text(json.dumps(values))
+    with pytest.raises(FileFormatError, match=r"generate: the tokenizer .*copy\.json has changed since"):
+        generate.codec(task.config(), task.vocab_size)
 
 
 def damaged(file, change):

@@ -6,6 +6,8 @@ import pytest
 from report.comparison_folder import SLUGS, write_comparison
 
 from zonal import report
+from zonal.report import charts
+from zonal.report.records import Point
 
 
 def summary_of(folder, values, *, missing=(), rates=(0.001,), changes=None):
@@ -99,3 +101,27 @@ def test_who_failed_at_every_rate_has_no_more_runs(tmp_path):
         path.unlink()
         (path.parent / "metrics.jsonl").unlink()
     assert report.summarise(report.load(tmp_path)).sentences[-1].startswith("2 of 5 runs failed")
+
+
+@pytest.mark.parametrize(("ends", "every"), [((2000, 1400, 1100), 1), ((2000, 1370, 1111), 7), ((450, 620, 980), 10)])
+def test_training_curves_of_seeds_that_ended_at_other_steps(ends, every):
+    """They share their bins, up to the end of the shortest; a loss that falls along a line stays on it."""
+    curves = [
+        (seed, [Point(step, step, step, 3000 - step + seed) for step in range(every, end + 1, every)])
+        for seed, end in enumerate(ends)
+    ]
+    binned = charts.training_curves(curves)
+    steps = [[point.step for point in points] for _, points in binned]
+    shared = set.intersection(*map(set, steps))
+    assert len(shared) == min(map(len, steps)) >= min(100, min(len(points) for _, points in curves))
+    assert max(map(len, steps)) <= charts.MAX_POINTS
+    width = max(steps[0]) / len(steps[0])
+    assert all(abs(point.loss - seed - (3000 - point.step)) <= width for seed, points in binned for point in points)
+
+
+def test_a_short_training_curve_is_drawn_as_it_is():
+    points = [Point(step, step, step, 1 / step) for step in range(5, 400, 5)]
+    assert [[(p.step, p.loss) for p in points]] == [
+        [(p.step, p.loss) for p in drawn] for _, drawn in charts.training_curves([(0, points)])
+    ]
+    assert charts.training_curves([(0, [])]) == []

@@ -223,7 +223,7 @@ def test_folders_that_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax")}, "must not repeat"),
+        ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax()")}, "must not repeat"),
         ({"operators": ("softmx",)}, "Did you mean"),
         ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"),
         ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),

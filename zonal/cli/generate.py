@@ -1,5 +1,6 @@
 """``zonal generate``: continue a prompt with a trained model, printed as it comes."""
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.limits import COUNT, SEED, SHARE, Between
 from zonal.models import CausalLM, Sampler
+from zonal.tasks import masked
 from zonal.training import load_model
 
 DESCRIPTION = """\
@@ -84,9 +86,10 @@ def checkpoint_in(path: Path, command: str = "generate") -> Path:
 
 def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", option: str = "the prompt") -> Codec:
     """The codec for a model trained on ``task`` (its config)."""
-    if task.get("task") == "text":
+    if task.get("task") in ("text", "masked-text"):
         tokenizer = tokenizers.resolve(str(task["tokenizer"]))
-        return Codec(lambda text: tokenizer.encode(text).tolist(), tokenizer.decode, "")
+        tokenizer.check(command, task.get("tokenizer_sha256"))
+        return Codec(lambda text: tokenizer.encode(text).tolist(), functools.partial(masked.decoded, tokenizer), "")
 
     def numbers(text: str) -> list[int]:
         try:

@@ -7,6 +7,7 @@ or the recipe.json that ``zonal search`` wrote.
 
 import dataclasses
 import importlib.resources
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ def write_recipe(path: Path, preset: Preset) -> None:
     options = {name: _given(getattr(preset, name), kind()) for name, kind in _OPTIONS.items()}
     head = {
         "schema": SCHEMA,
-        "commands": {name: f"zonal {name} --preset {path.as_posix()}" for name in ("train", "compare")},
+        "commands": {name: f"zonal {name} --preset {shlex.quote(path.as_posix())}" for name in ("train", "compare")},
         "about": preset.about,
         "models": dict(preset.models),
         "seeds": preset.seeds,

@@ -1,6 +1,7 @@
 """Pictures with labels, read from files in the IDX format: Fashion-MNIST, and anything laid out as it is."""
 
 import gzip
+import hashlib
 import math
 import os
 import zlib
@@ -40,6 +41,14 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def sha256(self) -> str:
+        """Of all that is in it, by which a run knows what it learned from."""
+        found = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
+        for part in (self.pixels, self.labels):
+            found.update(part.contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def scaled(self, rows: Tensor | slice) -> Tensor:
         """(n, 1, H, W) in float32 from -1 to 1, as a model takes them."""

@@ -56,6 +56,18 @@ class Tokenizer(ABC):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``. Bytes that are not UTF-8, as when a character is cut, become U+FFFD."""
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """What a run keeps beside the name, to know a file that has changed."""
+        return {}
+
+    def check(self, call: str, sha256: str | None) -> None:
+        """Raise FileFormatError when a run was begun with another tokeniser, whose ``contents`` had ``sha256``."""
+        if sha256 not in (None, self.fingerprint):
+            raise FileFormatError(
+                f"{call}: the tokenizer {self.name} has changed since the run was begun with it. Put the old file back."
+            )
+
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         ids = [int(token) for token in tokens]
         for token in ids:
@@ -179,6 +191,10 @@ class FileTokenizer(_BytePairs):
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"byte pairs {self._digest}".encode()).hexdigest()
+
+    @property
+    def contents(self) -> dict[str, str]:
+        return {"tokenizer_sha256": self.fingerprint}
 
 
 def train(texts: Iterable[str], size: int, path: str | os.PathLike[str]) -> FileTokenizer:

@@ -1,7 +1,7 @@
 """The numbers behind the charts, as compact JSON that the page's script draws.
 
 Curves of several seeds are averaged here, step by step, so that what is drawn is computed once and can be tested; the
-script only chooses axes and colours. Training curves longer than ``MAX_POINTS`` are averaged in bins of steps.
+script only chooses axes and colours. Training curves of more than ``MAX_POINTS`` steps are averaged in bins of steps.
 """
 
 import itertools
@@ -18,21 +18,28 @@ from zonal.report.summary import Row, Summary
 MAX_POINTS = 200
 
 
-def binned(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
-    """At most ``limit`` points; each stands for the mean of its bin and sits at the bin's last step."""
-    if len(points) <= limit:
-        return tuple(points)
-    edges = [round(index * len(points) / limit) for index in range(limit + 1)]
+def training_curves(curves: Sequence[tuple[int, Sequence[Point]]]) -> list[tuple[int, Sequence[Point]]]:
+    """Curves by seed, as means in at most ``MAX_POINTS`` bins of steps that all of them share: logs of seeds that ended
+    at other steps, or were thinned when a comparison was packed, need have no step in common.
+    """
+    curves = [(seed, points) for seed, points in curves if points and points[-1].step > 0]
+    last = max((points[-1].step for _, points in curves), default=0)
+    # so many that each holds a point of each curve
+    bins = min((MAX_POINTS, *(len(points) * last // points[-1].step for _, points in curves)))
+    return [(seed, _binned(points, last, bins)) for seed, points in curves]
+
+
+def _binned(points: Sequence[Point], last: int, bins: int) -> tuple[Point, ...]:
+    """Each point is the mean of its bin and sits at the bin's last step."""
     merged = []
-    for start, stop in itertools.pairwise(edges):
-        part = points[start:stop]
+    for number, group in itertools.groupby(points, lambda point: -(-point.step * bins // last)):
+        part = list(group)
         scores = [point.accuracy for point in part if point.accuracy is not None]
-        last = part[-1]
         merged.append(
             Point(
-                last.step,
-                last.tokens,
-                last.seconds,
+                number * last // bins,
+                part[-1].tokens,
+                part[-1].seconds,
                 math.fsum(p.loss for p in part) / len(part),
                 math.fsum(scores) / len(scores) if scores else None,
             )
@@ -175,7 +182,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "symbol": look.symbol,
         "dash": look.dash,
         "validation": _curve([(run.seed, _held(run, runs)) for run in runs]),
-        "training": _curve([(run.seed, binned(run.training)) for run in runs]),
+        "training": _curve(training_curves([(run.seed, run.training) for run in runs])),
         "slices": {name: _pairs(values) for name, values in row.slices.items()},
         "memory": {
             "x": sorted(row.memory_bytes),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from zonal.data.tokenizers import Tokenizer
 from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, stream
 from zonal.tasks.text import Text
 
@@ -60,7 +61,10 @@ class MaskedText(Text):
         return f"Hidden tokens ({ASKED:.0%}): {super().describe()}"
 
     def decode(self, tokens: Sequence[int]) -> str:
-        runs = itertools.groupby(tokens, lambda token: token == self.tokenizer.vocab_size)
-        return "".join(
-            SIGN * len(list(run)) if hidden else super(MaskedText, self).decode(list(run)) for hidden, run in runs
-        )
+        return decoded(self.tokenizer, tokens)
+
+
+def decoded(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens, with ``SIGN`` for each hidden one."""
+    runs = itertools.groupby(tokens, lambda token: token == tokenizer.vocab_size)
+    return "".join(SIGN * len(list(run)) if hidden else tokenizer.decode(list(run)) for hidden, run in runs)

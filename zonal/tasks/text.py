@@ -53,7 +53,7 @@ class Text(Task):
     the start of the validation part (rounded to whole windows, at least one); None takes all of it. max_bytes: read
     only so much of the source. train_fraction: learn from so much of the training part, in bytes from its start, in (0,
     1]; the validation part stays the same. content: SHA-256 that the prepared tokens must have, as ``config`` records
-    it, so that a run is never resumed on a text that has changed.
+    it, so that a run is never resumed on a text that has changed; tokenizer_sha256: the same of a tokenizer.json.
 
     Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the
     epoch, and visits them in a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its
@@ -77,6 +77,7 @@ class Text(Task):
         max_bytes: int | None = None,
         train_fraction: float = 1.0,
         content: str | None = None,
+        tokenizer_sha256: str | None = None,
         name: str = "text",
     ) -> None:
         if length < 1:
@@ -91,6 +92,7 @@ class Text(Task):
         self.name, self.length, self.validation_fraction = name, length, validation_fraction
         self.evaluation_bytes, self.max_bytes = evaluation_bytes, max_bytes
         self.source, self.title, self.corpus, self.tokenizer = _load(os.fspath(source), tokenizer, max_bytes)
+        self.tokenizer.check("Text", tokenizer_sha256)
         self.vocab_size = self.tokenizer.vocab_size + self.marks
         if content is not None and content != self.corpus.sha256:
             raise FileFormatError(
@@ -190,7 +192,7 @@ class Text(Task):
             "task": self.kind, "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name,
             "length": self.length, "validation_fraction": self.validation_fraction,
             "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
-            "train_fraction": self.train_fraction, "content": self.corpus.sha256,
+            "train_fraction": self.train_fraction, "content": self.corpus.sha256, **self.tokenizer.contents,
         }  # fmt: skip
 
     def describe(self) -> str:
