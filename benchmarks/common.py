@@ -32,7 +32,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.machine import seconds, synchronise
 from zonal.kernels.build import SETS
 from zonal.kernels.choice import features, processor
-from zonal.training.environment import check_device, describe_device, versions
+from zonal.training.environment import describe_device, versions
 
 SCHEMA = 1
 Work = Callable[[], object]
@@ -127,7 +127,12 @@ def prepare(options: argparse.Namespace) -> torch.device:
     budget = getattr(options, "budget", 1.0)
     if not 0 < budget < math.inf:
         raise ArgumentError(f"bench: --budget must be a number of seconds > 0, received {budget:g}.")
-    device = check_device(options.device)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise ArgumentError(f"bench: --device {options.device!r} is no device. Use cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
     if options.quick and options.out == options.record:
         options.out = "-"

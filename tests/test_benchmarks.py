@@ -97,7 +97,15 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--threads", "0"], ["--device", "cuda"], ["--budget", "-1"], ["--budget", "0"], ["--budget", "nan"]]
+    "arguments",
+    [
+        ["--threads", "0"],
+        ["--device", "cuda"],
+        ["--device", "xyz"],
+        ["--budget", "-1"],
+        ["--budget", "0"],
+        ["--budget", "nan"],
+    ],
 )
 def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
     if arguments[1] == "cuda" and torch.cuda.is_available():

@@ -372,7 +372,7 @@ def test_a_series_of_any_length_is_learned() -> None:
     (found,) = torch.autograd.grad(tile(TileInputs(q, k, v, torch.ones(2), c), spec)[0].sum(), c)
     score = q.double() @ k.double().mT
     expected = torch.stack([((score**i).tril() @ v.double()).sum((0, 2, 3)) for i in range(count)], -1)
-    assert (found - expected).abs().max() < 1e-4
+    assert ((found - expected).abs() <= 2e-6 * (1 + expected.abs())).all()  # sums in float32, of up to 743
 
 
 @pytest.mark.parametrize(
