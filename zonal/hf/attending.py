@@ -14,7 +14,7 @@ from zonal.algebra.prior import Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.hf.cache import MemoryCache
-from zonal.hf.layers import NAME, check_window, is_causal, need, open_scale, operator_of, read_out, scale_of, windowed
+from zonal.hf.layers import NAME, check_window, is_causal, need, open_scale, operator_of, read_out, unscaled, windowed
 from zonal.hf.packing import MaskFunction, offsets_of_mask
 from zonal.stretch import active
 
@@ -65,8 +65,7 @@ def attend(
         )
     mask = _mask_of(call, module, attention_mask, others)
     _check_stretch(call, module, query, mask, others.get("position_ids"))
-    if scaling is not None and scaling != scale_of(module):  # the layer has scaled its queries itself, in part
-        query = query * (scaling / scale_of(module))
+    query = unscaled(module, query, scaling)
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
     if sliding_window is not None and (own is None or own.left >= sliding_window):
         raise ArgumentError(

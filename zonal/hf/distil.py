@@ -29,7 +29,7 @@ from zonal.attention import attention
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf import examine
 from zonal.hf.attending import padding
-from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out, scale_of, window_of, windowed
+from zonal.hf.layers import NAME, for_layer, layers_of, operator_of, operators, read_out, unscaled, window_of, windowed
 from zonal.hf.swap import convert
 
 _TRANSFER = "zonal_transfer"
@@ -157,9 +157,7 @@ class Transfer:
         if place is None or own is None:
             return wanted.transpose(1, 2), None
         with torch.enable_grad():
-            # a layer that has scaled its queries itself, in part, gets them as the converted model does
-            asked = q if scaling is None else q * (scaling / scale_of(module))
-            found = attention(asked, k, v, own, causal=True)
+            found = attention(unscaled(module, q, scaling), k, v, own, causal=True)
             found = read_out(module, own, found.transpose(1, 2)).transpose(1, 2)
             error = (found - wanted).square().sum() / wanted.square().sum()
             if any(value.requires_grad for value in own.parameters()):

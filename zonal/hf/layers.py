@@ -238,6 +238,13 @@ def window_of(layer: Any) -> int | None:
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
 
+def unscaled(layer: Any, query: Tensor, scaling: float | None) -> Tensor:
+    """The queries of a call as an operator with the layer's scale takes them: some layers have scaled them, in part,
+    and ask for another ``scaling``.
+    """
+    return query if scaling in (None, scale_of(layer)) else query * (scaling / scale_of(layer))
+
+
 def scale_of(layer: Any) -> float:
     """c, by which the layer multiplies its dot products."""
     return float(getattr(layer, "scaling", head_dim(layer) ** -0.5))
@@ -281,6 +288,7 @@ __all__ = [
     "operators",
     "read_out",
     "scale_of",
+    "unscaled",
     "window_of",
     "windowed",
 ]
