@@ -18,8 +18,7 @@ from typing import Any
 from zonal import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
-from zonal.mechanisms.spec import written
-from zonal.models.layers import layer_list
+from zonal.models.layers import canonical_layers
 from zonal.report.published import Published
 from zonal.store import read_record, understood, write_json
 from zonal.typed import check_fields, made
@@ -57,16 +56,13 @@ class Preset:
 
     def label_of(self, operator: str) -> str | None:
         """The name for people of these layers; None when the preset does not have them."""
-        return {_layers(spec): label for label, spec in self.models.items()}.get(_layers(operator))
+        return {canonical_layers(spec): label for label, spec in self.models.items()}.get(canonical_layers(operator))
 
     def shape_of(self, operator: str) -> Mapping[str, Any]:
         """The options of the model in which these layers differ from the others."""
-        return {_layers(spec): shape for spec, shape in self.shapes.items()}.get(_layers(operator), {})
-
-
-def _layers(entry: str) -> tuple[str, ...]:
-    """One name for one entry, whatever its spaces and quotation marks. The square brackets of a list may be missing."""
-    return tuple(written(layer) for layer in layer_list(entry, "operators"))
+        return {canonical_layers(spec): shape for spec, shape in self.shapes.items()}.get(
+            canonical_layers(operator), {}
+        )
 
 
 def _shipped() -> Traversable:

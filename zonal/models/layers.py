@@ -83,6 +83,11 @@ def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
     return tuple(found)
 
 
+def canonical_layers(entry: str) -> tuple[str, ...]:
+    """``layer_list``, alike for entries that differ in spaces, quotation marks or the brackets of the list alone."""
+    return tuple(specs.written(layer) for layer in layer_list(entry))
+
+
 def is_list(text: str) -> bool:
     """Whether an entry among operators is a list of layers, such as ``"[mamba2*3, ska]"``."""
     return text.startswith("[") and text.endswith("]")
@@ -236,4 +241,14 @@ def _repeated(part: str) -> tuple[str, int]:
     return (part, 1) if found is None else (found[1], int(found[2]))
 
 
-__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "operators_in", "split"]
+__all__ = [
+    "canonical_layers",
+    "check",
+    "entry_of",
+    "is_list",
+    "layer_list",
+    "layers_for",
+    "mixer",
+    "operators_in",
+    "split",
+]

@@ -10,9 +10,8 @@ from typing import Any
 
 from zonal import tasks
 from zonal.errors import ArgumentError
-from zonal.mechanisms.spec import written
 from zonal.models import ModelConfig
-from zonal.models.layers import entry_of, is_list, layer_list, layers_for
+from zonal.models.layers import canonical_layers, entry_of, is_list, layer_list, layers_for
 from zonal.report.published import Published
 from zonal.store import understood
 from zonal.training import curriculum
@@ -89,7 +88,7 @@ class ComparisonSpec:
         for name in ("operators", "seeds", "learning_rates", "labels"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
-            same = {tuple(map(written, layer_list(entry))) for entry in values} if name == "operators" else set(values)
+            same = set(map(canonical_layers, values)) if name == "operators" else set(values)
             if name != "labels" and len(same) != len(values):
                 raise ArgumentError(f"ComparisonSpec: {name} must not repeat, got {', '.join(map(str, values))}.")
         if not self.operators or not self.seeds:
