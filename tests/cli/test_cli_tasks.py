@@ -18,7 +18,7 @@ def test_a_task_is_shown_with_what_it_asks(capsys):
     about, metric, tokens, *examples = capsys.readouterr().out.splitlines()
     assert about.startswith("first-token: the first word; 3 to 15 items in 16 tokens")
     guess = tasks.resolve("first-token", tasks.TaskSettings(length=16)).guess()
-    assert metric == f"metric  accuracy; without learning {guess.value:.3f}"
+    assert metric == f"metric  accuracy; a guess {guess.value:.3f}"
     assert tokens == "tokens  36 different ones; up to 16 in a sequence"
     found = [line.split() for line in examples if line]
     assert len(found) == 2

@@ -93,6 +93,16 @@ def test_one_that_learned_is_alone(tmp_path):
     assert summary_of(folder).headline.endswith("; the other is not trained far enough to compare.")
 
 
+def test_a_guess_that_is_always_right_says_nothing(tmp_path):
+    """With one pair, naming the value that stands there is the task."""
+    folder = write_comparison(
+        tmp_path, operators=("softmax", "linear"), changes={"guess": {"value": 1.0, "trained": None}}
+    )
+    summary = summary_of(folder)
+    assert set(summary.ranking) == {"softmax", "linear"} and not summary.unlearned
+    assert "not learned" not in {flag.kind for flag in summary.flags}
+
+
 def test_a_loss_above_a_guess_is_not_learned(tmp_path):
     folder = write_comparison(
         tmp_path, name="text", operators=("softmax", "linear"), changes={"guess": {"value": 1.65, "trained": None}}

@@ -204,6 +204,11 @@ def test_sequences_fit_and_repeat(name, vocab_size, length):
 
 def test_a_guess_is_what_is_reached_without_learning():
     assert tasks.resolve("parity").guess().value == pytest.approx(0.5, abs=0.02)
+    # answers that were named are left out: (1 / n + … + 1) / n of n pairs
+    recall = tasks.resolve("kv-recall")
+    sizes = {recall.least, recall.most // 2, recall.most}
+    expected = np.mean([sum(1 / left for left in range(1, n + 1)) / n for n in sizes])
+    assert recall.guess().value == pytest.approx(expected, abs=0.02)  # some values stand there twice
     assert tasks.resolve("distant-match").guess().value == pytest.approx(0.5, abs=0.04)
     assert tasks.resolve("modular").guess().value == pytest.approx(1 / 32, abs=0.015)
     # half of the words, or more, are the majority's

@@ -233,3 +233,27 @@ def test_bad_batches():
     ):
         with pytest.raises(ArgumentError, match=r"Expressions\.\w+: (batch_size must|step and seed)"):
             make()
+
+
+def atoms(tree):
+    return {tree} - {"_"} if isinstance(tree, str) else set().union(*map(atoms, tree[1:]))
+
+
+def nodes(tree):
+    return [] if isinstance(tree, str) else [tree, *nodes(tree[1]), *nodes(tree[2])]
+
+
+def test_a_guess_copies_the_subtree_whose_atoms_are_missing():
+    """Its words stand in another order where a head turns them; brackets, the first head and the stop do not."""
+    task = Expressions((2, 5, 9), test_examples=30)
+    shares = []
+    for batch in task.evaluation_batches(30):
+        for row in range(len(batch.tokens)):
+            prompt, answer = asked(task, batch, row)
+            words = task.decode(prompt).split()
+            _, left, right = read(words[words.index("(") :])
+            (copy,) = (node for node in nodes(left) if atoms(node) == atoms(left) - atoms(right))
+            pairs = zip([*text(copy).split(), "."], task.decode(answer).split(), strict=True)
+            shares.append(sum(a == b for a, b in pairs) / len(answer))
+    assert task.guess().value == pytest.approx(sum(shares) / len(shares))
+    assert 0.7 < task.guess().value < 0.9

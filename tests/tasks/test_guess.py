@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from zonal import tasks
-from zonal.tasks.expressions import Expressions
 from zonal.tasks.task import IGNORED
 
 
@@ -24,7 +23,7 @@ def test_every_task_has_a_guess(name):
     guess = task.guess()
     assert guess is not None
     if task.metric == "accuracy":
-        assert 1 / task.vocab_size <= guess.value <= 0.6
+        assert 1 / task.vocab_size <= guess.value <= 0.8
     else:
         assert 0 < guess.value < math.log(task.vocab_size)
 
@@ -68,17 +67,10 @@ def test_signals_by_one_level():
     assert max(shares) > 1 / 8
 
 
-def test_expressions_by_their_brackets():
-    """Brackets and the stop are known: of ( f a b ) . that is half, and heads and atoms are right now and then."""
-    task = Expressions((3,), test_examples=50)
-    assert 0.5 < task.guess().value < 0.65
-
-
 def test_lookups_are_judged_on_what_was_trained():
-    assert tasks.resolve("hypernyms", tasks.TaskSettings(subset="carnivore", pairs=4, questions=2)).guess() == (
-        1 / 4,
-        ("pairs", ("trained",)),
-    )
+    hypernyms = tasks.resolve("hypernyms", tasks.TaskSettings(subset="carnivore", pairs=4, questions=2))
+    assert [cell.size for cell in hypernyms.controls] == [0, 1, 2, 3]  # the word itself is found by equality
+    assert hypernyms.guess() == ((1 + 3 / 4) / 4, ("pairs", ("trained",)))
     assert tasks.resolve("paths", tasks.TaskSettings(subset="carnivore", pairs=4, questions=2)).guess() == (
         1 / 4,
         ("composition", ("trained",)),

@@ -10,7 +10,7 @@ from zonal.cli.options import shown
 from zonal.errors import ArgumentError
 
 DESCRIPTION = """\
-List the tasks that `zonal compare` and `zonal train` take, or show one: what it asks, what is reached without learning,
+List the tasks that `zonal compare` and `zonal train` take, or show one: what it asks, what a guess reaches,
 and examples. An example is what the model reads; the words that it is asked for stand in [brackets], each after the
 token at which it is predicted.
 
@@ -48,7 +48,7 @@ def run(options: Tasks, command: str) -> int:
     task = tasks.resolve(options.name, options)
     print(task.describe())
     guess = task.guess()
-    print(f"metric  {task.metric}" + ("" if guess is None else f"; without learning {guess.value:.3f}"))
+    print(f"metric  {task.metric}" + ("" if guess is None else f"; a guess {guess.value:.3f}"))
     print(f"tokens  {task.vocab_size:,} different ones; up to {task.length:,} in a sequence")
     for step in range(options.count):
         print(f"\n{example(task, task.train_batch(step, 1, 0))}")

@@ -77,13 +77,15 @@ class Algorithm:
     """One task.
 
     about: one line. size: the most tokens that n items take. compose: (draw, n, length) → segments of at most
-    ``length`` tokens. length: of a sequence, where none is given.
+    ``length`` tokens. length: of a sequence, where none is given. permuted: the answers are values of the context, each
+    once, so leaving out those that were named helps who knows nothing else.
     """
 
     about: str
     size: Callable[[int], int]
     compose: Callable[[Draw, int, int], Segments]
     length: int = 64
+    permuted: bool = False
 
 
 def _copy(draw: Draw, n: int, length: int) -> Segments:
@@ -273,7 +275,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distant-match": Algorithm("whether the last word is the first one", lambda n: 8 * n + 3, _distant_match, 256),
     "multihop": Algorithm("the end of one, two or three steps along pairs", lambda n: 6 * n + 4, _multihop),
     "retrieval": Algorithm("the value of one of many keys", lambda n: 2 * n + 3, _retrieval),
-    "kv-recall": Algorithm("the values of all keys, in another order", lambda n: 6 * n - 1, _kv_recall),
+    "kv-recall": Algorithm("the values of all keys, in another order", lambda n: 6 * n - 1, _kv_recall, permuted=True),
     "first-token": Algorithm("the first word", lambda n: n + 1, _first_token),
     "selective-copy": Algorithm("the words among noise, in order", lambda n: 4 * n, _selective_copy),
     "bigram": Algorithm("the word that followed another most often", lambda n: n + 3, _bigram),
@@ -365,7 +367,8 @@ class Algorithmic(Drawn[int]):
 
     def guess(self) -> Guess:
         """The better of two that have learned nothing: one names the same word always, the one that is right most
-        often; one names any word of the sequence before the first answer.
+        often; one names any word of the sequence before the first answer, or any answer that is left where they are
+        permuted.
         """
         context: list[float] = []
         said = np.zeros(self.vocab_size)
@@ -374,14 +377,19 @@ class Algorithmic(Drawn[int]):
                 answers = targets[targets != IGNORED]
                 before = tokens[: np.argmax(targets != IGNORED)]
                 words = before[before >= len(_MARKERS)]
-                context.append(float((answers[:, None] == words).mean()) if len(words) else 0.0)
+                offered = [answers[place:] if self.algorithm.permuted else words for place in range(len(answers))]
+                named = [
+                    float((words == answer).mean()) if len(words) else 0.0
+                    for words, answer in zip(offered, answers, strict=True)
+                ]
+                context.append(float(np.mean(named)))
                 said += np.bincount(answers, minlength=self.vocab_size) / len(answers)
         return Guess(max(float(said.max()) / len(context), float(np.mean(context))))
 
     def describe(self) -> str:
         return (
             f"{self.name}: {self.algorithm.about}; {self.least} to {self.most} items in {self.length} tokens, "
-            f"{self.words} words; without learning {self.guess().value:.0%} of the answers are right."
+            f"{self.words} words; a guess is right in {self.guess().value:.0%}."
         )
 
     def word(self, token: int) -> str:

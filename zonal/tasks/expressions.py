@@ -6,9 +6,10 @@ rules of its heads, and a gap.
 
 A node is ( head X Y ) with two arguments, an atom or a node each. Heads are typed, and nothing in the sequence says
 how: a head of even number keeps the order of its arguments in R, one of odd number turns it. So R is a function of L
-that is learned once and holds at every level; the subtree put out of R is that function of one subtree of L, and which
-one is said by the way there from the root. To complete it a model must find its counterpart, whose place depends on all
-the heads above it, and write it down by the same rule.
+that is learned once and holds at every level; the subtree put out of R is that function of one subtree of L: of the one
+at its place, and, as no atom stands twice, of the one whose atoms are missing in R. A model must find it and write it
+down by the rule. Who finds it and knows no head copies it as it stands, and has most of its tokens right: that is the
+guess.
 
 Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node
 beside the next instead of an atom. No atom stands twice in a tree; heads do. The subtree put out is any node of at most
@@ -206,18 +207,20 @@ class Expressions(Drawn[int]):
             yield Examined({"exact match": exact, "parse errors": broken}, batch.slices)
 
     def guess(self) -> Guess:
-        """Brackets and the stop are right, which are easy; any head is named where a head belongs, and any atom of the
-        tree where an atom does.
-        """
+        """The subtree of L whose atoms R lacks is copied as it stands: no head is known."""
         scores = []
         for batch in self.evaluation_batches(self.test_examples):
             for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
                 asked = targets[targets != IGNORED]
-                prompt = tokens[: len(tokens) - LONGEST]
-                atoms = len(np.unique(prompt[prompt >= _FIRST_ATOM]))
-                scores.append(
-                    np.where(asked >= _FIRST_ATOM, 1 / atoms, np.where(asked >= _FIRST_HEAD, 1 / HEADS, 1.0)).mean()
-                )
+                prompt = tokens[tokens != FILL]
+                level = np.cumsum(prompt == OPEN) - np.cumsum(prompt == CLOSE)
+                border = 3 + int(np.argmax(level[2:] == 1))  # L begins after two signs, at level 2
+                left = parse(prompt[2:border].tolist())
+                assert left is not None
+                missing = _atoms(written(left)) - _atoms(prompt[border : np.argmax(prompt == ASK)].tolist())
+                copies = (written(at(left, way)) for way in ways(left))
+                copy = next(found for found in copies if _atoms(found) == missing)
+                scores.append(float((np.array([*copy, STOP]) == asked).mean()))
         return Guess(float(np.mean(scores)))
 
     def describe(self) -> str:
@@ -232,6 +235,10 @@ class Expressions(Drawn[int]):
         if token < _FIRST_HEAD:
             return SIGNS[token]
         return f"f{token - _FIRST_HEAD}" if token < _FIRST_ATOM else f"a{token - _FIRST_ATOM}"
+
+
+def _atoms(tokens: Sequence[int]) -> set[int]:
+    return {token for token in tokens if token >= _FIRST_ATOM}
 
 
 def prompt_length(depth: int) -> int:

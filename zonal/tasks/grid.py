@@ -128,17 +128,19 @@ class Retrieval(Drawn[Shape]):
             yield from self.fixed([(shape, code)], examples, rows, use)
 
     def guess(self) -> Guess:
-        """Any of the answers that a context offers and that no earlier question had is named, on the test shapes."""
+        """The most frequent of the values that a context offers and that no earlier question had is named, on the test
+        shapes.
+        """
         shapes = self.test_shapes or ()
-        return Guess(sum(KINDS[shape.kind].guess(shape.pairs) for shape in shapes) / len(shapes))
+        return Guess(sum(KINDS[shape.kind].guess(shape.pairs, self.words) for shape in shapes) / len(shapes))
 
     def describe(self) -> str:
         last = self.stages[-1].shapes
         steps = f", in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
         return (
-            f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; without learning "
-            f"{self.guess().value:.0%} of the answers are right{transfer}."
+            f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the "
+            f"answers of a context is right in {self.guess().value:.0%}{transfer}."
         )
 
     def word(self, token: int) -> str:

@@ -152,8 +152,12 @@ class Lookup(Drawn[Cell]):
         return super().from_config({**config, "source": relations.source(config["source"])})
 
     def guess(self) -> Guess:
-        """Any label in the context is named; on questions that were trained."""
-        return Guess(1 / self.pairs, (self.source.slices[0], ("trained",)))
+        """Any label in the context is named, but where the question is the candidate itself (distance 0): that equality
+        finds. On questions that were trained.
+        """
+        trained = [cell for cell in (*self.controls, *self.tests) if cell.group == "trained"]
+        found = sum(1 if cell.size == 0 else 1 / self.pairs for cell in trained) / len(trained)
+        return Guess(found, (self.source.slices[0], ("trained",)))
 
     def describe(self) -> str:
         size = self.source.slices[1]
@@ -161,7 +165,7 @@ class Lookup(Drawn[Cell]):
         return (
             f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled "
             f"candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
-            f"a guess among labels in the context is right in {self.guess().value:.0%}."
+            f"a guess among labels in the context is right in {1 / self.pairs:.0%}."
         )
 
     def word(self, token: int) -> str:

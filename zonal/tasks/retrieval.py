@@ -59,6 +59,8 @@ OFFSETS = (1, 2, 3, 4)
 MOST_OF_A_RESOURCE = 9
 MOST_MINED = 3
 LEAST_VOCABULARY = 32
+_DRAWS = 500
+"""Sequences by which a guess is estimated."""
 
 T = TypeVar("T")
 Question = tuple[list[int], int]
@@ -155,16 +157,17 @@ class Kind:
     about: one line. size: tokens that facts and questions of so many pairs take, without noise. compose: (draw, pairs,
     length) → the context, of the length that the questions leave, and the questions. needs: distinct keys and distinct
     values that must exist for so many pairs.
-    guess: the chance of a right answer for who names any of the answers that the context offers, as often as each
-    stands there, and leaves out one for each answer that followed an earlier question; in an economy, for who always
-    names the most frequent count.
+    guess: (pairs, words) → the chance of a right answer for who binds nothing and names the value of the context that
+    stands there most often, less one for each answer that followed an earlier question; where the task is to find the
+    most frequent, for who names any, as often as each stands there; in an economy, for who always names the most
+    frequent count.
     """
 
     about: str
     size: Callable[[int], int]
     compose: Callable[[Draw, int, int], tuple[list[int], list[Question]]]
     needs: Callable[[int], tuple[int, int]]
-    guess: Callable[[int], float]
+    guess: Callable[[int, Words], float]
 
 
 def _facts(draw: Draw, pairs: int) -> list[tuple[int, int]]:
@@ -255,11 +258,11 @@ def _economy(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Quest
     return context + draw.any(draw.words.noise, length - len(context) - _tokens(questions)), questions
 
 
-def _economy_guess(pairs: int) -> float:
-    """The share of the most frequent count, of 500 sequences."""
+def _economy_guess(pairs: int, words: Words) -> float:
+    """The share of the most frequent count."""
     found: Counter[int] = Counter()
-    for number in range(500):
-        questions = _economy(Draw(stream(number), Words(128)), pairs, _economy_size(pairs))[1]
+    for number in range(_DRAWS):
+        questions = _economy(Draw(stream(number), words), pairs, _economy_size(pairs))[1]
         found.update(answer for _, answer in questions)
     return max(found.values()) / found.total()
 
@@ -305,9 +308,19 @@ def _questions(pairs: int) -> int:
     return min(MOST_QUESTIONS, pairs)
 
 
-def _guess(offered: int, questions: int) -> float:
-    """Answers that were named are left out: 1 of ``offered`` at the first question, of one less at the second."""
-    return sum(1 / (offered - number) for number in range(questions)) / questions
+def _guess(offered: int, questions: int, words: Words) -> float:
+    """The most frequent of ``offered`` values is named, one of them where several are; answers are left out after their
+    question. If all values differed, this were 1 / offered, then 1 / (offered - 1), and so on.
+    """
+    found = 0.0
+    for number in range(_DRAWS):
+        values = Draw(stream(number), words).any(words.values, offered)
+        left = Counter(values)
+        for answer in values[:questions]:
+            most = max(left.values())
+            found += (left[answer] == most) / sum(count == most for count in left.values())
+            left[answer] -= 1
+    return found / (_DRAWS * questions)
 
 
 KINDS: dict[str, Kind] = {
@@ -316,28 +329,28 @@ KINDS: dict[str, Kind] = {
         lambda n: 5 * n - 1,
         _mqar,
         lambda n: (n, 1),
-        lambda n: _guess(n, n),
+        lambda n, words: _guess(n, n, words),
     ),
     "system-prompt": Kind(
         "variables set at the start are asked after a scratchpad of noise",
         lambda n: 2 * n + 2 + 3 * _questions(n) - 1,
         partial(_system_prompt, distractors=False),
         lambda n: (n, 1),
-        lambda n: _guess(n, _questions(n)),
+        lambda n, words: _guess(n, _questions(n), words),
     ),
     "system-prompt-distractors": Kind(
         "as system-prompt, with assignments of other variables in the scratchpad",
         lambda n: 4 * n + 2 + 3 * _questions(n) - 1,
         partial(_system_prompt, distractors=True),
         lambda n: (2 * n, 1),
-        lambda n: _guess(2 * n, _questions(n)),
+        lambda n, words: _guess(2 * n, _questions(n), words),
     ),
     "tool-trace": Kind(
         "results of calls by several agents and tools are asked",
         lambda n: 5 * n + 6 * _questions(n) - 1,
         _tool_trace,
         lambda n: (4 * _side(n), 1),
-        lambda n: _guess(n, _questions(n)),
+        lambda n, words: _guess(n, _questions(n), words),
     ),
     "economy": Kind(
         "how much gold or wood an agent has after mining, trading and building",
@@ -351,35 +364,35 @@ KINDS: dict[str, Kind] = {
         lambda n: 2 * n + 2,
         _needle,
         lambda n: (n, 1),
-        lambda n: 1 / n,
+        lambda n, words: _guess(n, 1, words),
     ),
     "two-hop": Kind(
         "a key leads to a key that leads to a value",
         lambda n: 4 * n + 2,
         partial(_two_hop, written=False),
         lambda n: (2 * n, 1),
-        lambda n: 1 / n,
+        lambda n, words: _guess(n, 1, words),
     ),
     "two-hop-written": Kind(
         "as two-hop, with the first hop written out",
         lambda n: 4 * n + 5,
         partial(_two_hop, written=True),
         lambda n: (2 * n, 1),
-        lambda n: 1 / n,
+        lambda n, words: _guess(n, 1, words),
     ),
     "common-word": Kind(
         "which word of a list occurs most often",
         lambda n: 2 * (n + MOST_COMMON - 1) + 2,
         partial(_common_word, marked=True),
         lambda n: (0, n),
-        lambda n: MOST_COMMON / (n + MOST_COMMON - 1),
+        lambda n, words: MOST_COMMON / (n + MOST_COMMON - 1),
     ),
     "common-value": Kind(
         "which value stands after a key most often",
         lambda n: 2 * (n + MOST_COMMON - 1) + 2,
         partial(_common_word, marked=False),
         lambda n: (1, n),
-        lambda n: MOST_COMMON / (n + MOST_COMMON - 1),
+        lambda n, words: MOST_COMMON / (n + MOST_COMMON - 1),
     ),
     **{
         f"offset-{offset}": Kind(
@@ -388,7 +401,7 @@ KINDS: dict[str, Kind] = {
             partial(_offset, offset=offset),
             lambda n: (n - n // 2, n // 2),
             # the first words are never an answer
-            lambda n, offset=offset: 1 / (n - offset),
+            lambda n, words, offset=offset: 1 / (n - offset),
         )
         for offset in OFFSETS
     },
