@@ -11,7 +11,7 @@ from zonal.cli.app import COMMANDS, help_text, main, option_names, parse_options
 from zonal.cli.compare import DESCRIPTION, Compare, specification
 from zonal.cli.demo import PARTS, Demo, parts
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line
-from zonal.cli.train import layers_of
+from zonal.cli.train import defaults, layers_of, model_of
 from zonal.errors import ArgumentError
 from zonal.models import preset
 
@@ -267,3 +267,12 @@ def test_a_comparison_takes_the_shape_of_a_model_by_name():
             specification(read(shlex.split(f"{words} {more}")), "")
     with pytest.raises(ArgumentError, match="Did you mean 'echo-1M'"):
         specification(read(shlex.split(words.replace("echo-1M", "echo-1N"))), "")
+
+
+def test_a_preset_gives_the_task_and_a_model_by_name_the_shape():
+    options = defaults(("--preset", "echo-table3"))
+    task = options.task.resolve("train")
+    named = dataclasses.replace(options, model_preset="echo-1M")
+    assert model_of(named, task) == preset("echo-1M", vocab_size=task.vocab_size, max_len=task.length)
+    with pytest.raises(ArgumentError, match="Leave out --operator and the model's options"):
+        model_of(dataclasses.replace(named, operator="sko"), task)

@@ -166,6 +166,14 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("train --task mqar-demo --model-preset echo-2M", "unknown preset 'echo-2M'. Did you mean 'echo-1M'?"),
         ("train --task mqar-demo --model-preset echo-1M --dim 96", "--model-preset names the whole model"),
         ("train --task mqar-demo --model-preset echo-1M --operator sko", "--model-preset names the whole model"),
+        (
+            "train --preset echo-table3 --model-preset echo-1M --operator sko",
+            "--model-preset names the whole model. Leave out --operator",
+        ),
+        (
+            "compare --task mqar-demo --vocab-size 64 --length 32 --jobs 2 --workers 1",
+            "--jobs 2 and --workers 1 both say how many runs go on at a time",
+        ),
         ("generate --prompt x", "--model is required"),
         ("generate --model nowhere --prompt x", "nowhere"),
         ("generate --model foreign.safetensors --prompt x", "foreign.safetensors"),

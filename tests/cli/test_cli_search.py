@@ -9,7 +9,7 @@ from zonal.cli import presets
 from zonal.cli.app import main, parse_options
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.cli.presets import Preset
-from zonal.cli.search import DESCRIPTION, SearchOptions
+from zonal.cli.search import DESCRIPTION, SearchOptions, specification
 from zonal.errors import FileFormatError
 from zonal.report import search as report
 from zonal.training.search import KINDS
@@ -61,6 +61,8 @@ def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
         assert code == 0
         assert "begins" not in out
     assert json.loads(before)["winner"] == json.loads((folder / "findings.json").read_text())["winner"]
+    code, _, err = run(f"search --resume {folder.relative_to(here)} --threads 2", capsys)
+    assert (code, "--threads 2 would change nothing" in err) == (2, True)
     # the winner in one line, with the numbers that the search found
     winner = found["regimes"][found["winner"]]
     code, _, _ = run(f"compare --preset {folder.relative_to(here)}/recipe.json --threads 1 --out again", capsys)
@@ -104,6 +106,20 @@ def test_files_that_are_no_recipe(here, text, message):
         (here / "recipe.json").write_text(text)
     with pytest.raises(FileFormatError, match=message):
         presets.find("recipe.json", "compare")
+
+
+def test_a_target_is_counted_in_every_run(here):
+    spec = specification(
+        parse_options(
+            SearchOptions,
+            "zonal search",
+            DESCRIPTION,
+            shlex.split(f"{SMALL} --steps 2 --rungs 1 --measure steps --target 0.7"),
+        ),
+        "",
+    )
+    assert spec.target == 0.7
+    assert spec.training.thresholds == (0.5, 0.7, 0.9, 0.99)
 
 
 def test_every_kind_of_move_is_on_by_default():

@@ -99,7 +99,8 @@ def test_a_guess_that_is_always_right_says_nothing(tmp_path):
         tmp_path, operators=("softmax", "linear"), changes={"guess": {"value": 1.0, "trained": None}}
     )
     summary = summary_of(folder)
-    assert set(summary.ranking) == {"softmax", "linear"} and not summary.unlearned
+    assert set(summary.ranking) == {"softmax", "linear"}
+    assert not summary.unlearned
     assert "not learned" not in {flag.kind for flag in summary.flags}
 
 

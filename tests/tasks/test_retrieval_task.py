@@ -81,7 +81,8 @@ def test_what_a_task_says_of_itself(task):
     assert (1 / 2 + 1) / 2 <= task.guess().value < 0.77  # now and then both values are equal
     assert task.describe() == (
         "Retrieval: system-prompt, tool-trace (2 pairs, 24 to 40 tokens), in 2 stages; vocabulary 64; a guess "
-        "among the answers of a context is right in 76%; then measured on needle, two-hop (1 to 2 pairs, 24 to 48 tokens)."
+        "among the answers of a context is right in 76%; then measured on needle, two-hop (1 to 2 pairs, "
+        "24 to 48 tokens)."
     )
     assert task.decode(task.train_batch(0, 1, 0).tokens[0].tolist()).count("?") == 1
     assert (

@@ -20,6 +20,7 @@ from zonal.cli.options import (
     device,
     folder_of,
     refuse_settings,
+    refuse_threads,
     shown,
     title,
     training_steps,
@@ -193,10 +194,11 @@ def run(options: Compare, command: str) -> int:
     else:
         spec = specification(options, command)
         comparison = Comparison(options.out or folder_of(spec.task.name, spec.identity()), spec)
-    if comparison.threads is not None and options.threads not in (None, comparison.threads):
+    refuse_threads("compare", comparison.directory, comparison.threads, options.threads)
+    if options.workers is not None and options.jobs != Compare.jobs:
         raise ArgumentError(
-            f"compare: --threads {options.threads} would change nothing: the comparison in {comparison.directory} "
-            f"was begun with {comparison.threads} and sums depend on it. Leave --threads out, or choose another folder."
+            f"compare: --jobs {options.jobs} and --workers {options.workers} both say how many runs go on at a time. "
+            "Give one of them."
         )
     jobs = options.jobs if options.workers is None else parsed("compare: --workers", options.workers)
     result = execute(comparison, jobs=jobs, threads=options.threads, retry_failed=options.retry_failed)

@@ -51,6 +51,15 @@ def refuse_settings(call: str, folder: Path, options: Any, plain: Any, *kept: st
         )
 
 
+def refuse_threads(call: str, folder: Path, begun: int | None, asked: int | None) -> None:
+    """Raises: ArgumentError where the runs in a folder were begun with another number of threads than is asked for."""
+    if begun is not None and asked not in (None, begun):
+        raise ArgumentError(
+            f"{call}: --threads {asked} would change nothing: what is in {folder} was begun with {begun}, and sums "
+            "depend on it. Leave --threads out, or choose another folder."
+        )
+
+
 def _changed(options: Any, plain: Any, *kept: str) -> list[str]:
     """The options, as they are written, that differ from ``plain``."""
     found: list[str] = []

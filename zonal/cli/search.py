@@ -10,7 +10,17 @@ from typing import Annotated
 
 from zonal.cli import parse
 from zonal.cli.app import parse_options
-from zonal.cli.options import STOPPED, RunOptions, TrainingOptions, device, folder_of, refuse_settings, shown, title
+from zonal.cli.options import (
+    STOPPED,
+    RunOptions,
+    TrainingOptions,
+    device,
+    folder_of,
+    refuse_settings,
+    refuse_threads,
+    shown,
+    title,
+)
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
@@ -73,12 +83,13 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     kinds = tuple(part.strip() for part in options.moves.split(","))
     palette, seeds = parse.operators(options.palette, "--palette"), parse.seeds(options.seeds)
     task = options.task.resolve("search")
+    steps = _STEPS if options.training.steps is None else options.training.steps
+    training = options.training.config(steps, options.learning_rate, seeds[0])
+    asked = (options.target,) if options.measure == "steps" else ()
     return SearchSpec(
         task=task,
         model=options.model.config(task, layers),
-        training=options.training.config(
-            _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, seeds[0]
-        ),
+        training=dataclasses.replace(training, thresholds=tuple(sorted({*training.thresholds, *asked}))),
         seeds=seeds,
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(SearchSettings)},
         kinds=kinds,
@@ -101,7 +112,7 @@ def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Prese
 
 def run(options: SearchOptions, command: str) -> int:
     """Run the command; returns the exit code."""
-    workers = parsed("search: --workers", options.workers)
+    workers, threads = parsed("search: --workers", options.workers), options.threads
     if options.resume is not None:
         refuse_settings("search", options.resume, options, SearchOptions(), "workers", "threads")
         search = Search.open(options.resume)
@@ -109,13 +120,14 @@ def run(options: SearchOptions, command: str) -> int:
     else:
         spec = specification(options, command)
         search = Search(options.out or folder_of(f"search-{spec.task.name}", spec.identity()), spec)
+    refuse_threads("search", search.directory, search.threads, threads)
     spec = search.spec
     heading = (
         f"{spec.title}: from {spec.start.label}, at most {spec.rounds} rounds of {spec.width} moves; "
         f"files in {search.directory}"
     )
     with watching(spec.task.metric, {}, heading) as listener:
-        result = search.run(on_event=listener, workers=workers, threads=options.threads)
+        result = search.run(on_event=listener, workers=workers, threads=threads)
     if result.winner is not None:
         write_recipe(search.directory / RECIPE, preset_of(result.winner, options, spec))
     return tell(result, search)

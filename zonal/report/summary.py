@@ -313,7 +313,8 @@ def _headline(
     second = beyond[0].other if beyond and not within else ordered[1].operator
     figures = " against ".join(formats.told_apart(best.mean, scores[second].mean)) + f" for {labels[second]}"
     if within:
-        seeds = f"with {best.n} seeds"
+        common = sorted({verdict.seeds for verdict in verdicts if verdict.within})
+        seeds = f"with {common[0]} seeds" if len(common) == 1 else f"with {common[0]} to {common[-1]} seeds"
         if len(within) == len(ordered) - 1 > 1:
             who = f"all {len(ordered)} operators{'' if all_learned else ' that learned the task'} are"
         else:
@@ -432,7 +433,7 @@ def _state(data: ComparisonData) -> list[str]:
     states = {status: sum(run.status == status for run in data.runs) for status in ("failed", "stopped", "running")}
     if done + states["failed"] == total:
         return [
-            f"{states['failed']} of {total} runs failed; their messages are listed below. "
+            f"{states['failed']} of {total} runs failed; the report lists their messages. "
             "Means are over the seeds that finished."
         ]
     states["not started"] = total - done - sum(states.values())
