@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 
@@ -374,13 +375,23 @@ def test_forged_records_are_refused(notes, tmp_path, place, value, message):
         ingest.Archive.open(tmp_path / "memory")
 
 
+def test_an_archive_of_other_words_is_refused(notes, tmp_path):
+    ingest.ingest(notes, tmp_path / "memory", heads=1, size=20)
+    file = tmp_path / "memory" / "archive.json"
+    record = {**json.loads(file.read_text()), "schema": 1}
+    store.write_checked(file, record)
+    with pytest.raises(FileFormatError, match=r"with schema 2, received schema 1\. Read the folder again into a new"):
+        ingest.ingest(notes, tmp_path / "memory", heads=1, size=20)
+
+
 def test_sums_stay_exact(notes, tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "MOST", 3)
     with pytest.raises(ArgumentError, match="at most 3 spans exactly"):
         ingest.ingest(notes, tmp_path / "memory", **SMALL)
 
 
-WORDS = st.text(alphabet=st.sampled_from("ab1 \n.!?\t\r—\ufeff東。é_"), max_size=200)
+# with vowel signs, accents and joiners, which belong to the word that they follow
+WORDS = st.text(alphabet=st.sampled_from("ab1 \n.!?\t\r—\ufeff東。é_काü\u0301İ\u05b7\u200d\ufe0f"), max_size=200)
 
 
 @given(WORDS, st.integers(1, 9))
@@ -390,6 +401,33 @@ def test_spans_hold_all_words_once(content, size):
     assert [word for part in parts for word in part] == text.words(content)
     assert all(1 <= len(part) <= size for part in parts)
     assert all(a[1] <= b[0] for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("काली बिल्ली, ரக்ஷா", ["काली", "बिल्ली", "ரக்ஷா"]),
+        ("ที่บ้าน ดี", ["ที่บ้าน", "ดี"]),
+        ("كِتَاب שָׁלוֹם", ["كِتَاب", "שָׁלוֹם"]),
+        ("ශ්\u200dරී ලංකා می\u200cخواهم", ["ශ්\u200dරී", "ලංකා", "می\u200cخواهم"]),
+        ("İstanbul İZMİR ISTANBUL", ["istanbul", "izmir", "istanbul"]),
+        ("cafe\u0301 CAFÉ", ["café", "café"]),
+        ("ΐ Ϊ\u0301", ["ΐ", "ΐ"]),
+        ("1\ufe0f\u20e3 one \u0301two x_\u0301y", ["1", "one", "two", "x", "y"]),
+        ("𑄌𑄋𑄴𑄟𑄳𑄦 𞤀𞥄", ["𑄌𑄋𑄴𑄟𑄳𑄦", "𞤢𞥄"]),
+        ("It’s “so”, naïve—isn't it?", ["it", "s", "so", "naïve", "isn", "t", "it"]),
+    ],
+)
+def test_marks_belong_to_words(content, words):
+    assert [unicodedata.normalize("NFC", word) for word in text.words(content)] == words
+    assert len(list(text.spans(content, len(words)))) == 1
+
+
+def test_a_word_is_not_found_by_its_letters(tmp_path):
+    root = written(tmp_path / "hindi", {"cat.txt": "काली बिल्ली कल आई", "art.txt": "कला"})
+    made = ingest.ingest(root, tmp_path / "memory", workers=1, **SMALL).archive
+    assert [(each.document, each.fit) for each in ingest.ask(made, "कला", top=9)] == [("art.txt", 1.0)]
+    assert [each.document for each in ingest.ask(made, "काली", top=9)] == ["cat.txt"]
 
 
 def test_spans_end_with_sentences():

@@ -54,6 +54,29 @@ def test_truncated_corrupt_foreign_and_other_kind(tmp_path: Path) -> None:
         store.load_tensors(tmp_path / "absent", "test")
 
 
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "x.safetensors", safetensors.safe_open
+    store.save_tensors(path, {"a": torch.zeros(3)}, {"kind": "test", "note": "first"})
+
+    class Replaced:
+        """Another process writes the file anew whenever this one has closed it."""
+
+        def __init__(self, target: Path, framework: str) -> None:
+            self.file = opened(target, framework=framework)
+
+        def __enter__(self) -> object:
+            return self.file.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+            store.save_tensors(path, {"a": torch.ones(3)}, {"kind": "test", "note": "second"})
+
+    monkeypatch.setattr(safetensors, "safe_open", Replaced)
+    for note, value in (("first", 0), ("second", 1)):
+        tensors, header = store.load_tensors(path, "test")
+        assert (header["note"], tensors["a"].tolist()) == (note, [value] * 3)
+
+
 @pytest.mark.parametrize("fails_in", ["fsync", "replace"])
 def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str) -> None:
     path = tmp_path / "x.json"

@@ -320,19 +320,23 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], he
         safetensors.torch.save_file(plain, temporary, metadata=metadata)
 
 
-def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """The JSON header of a tensor file, without reading its tensors."""
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], kind: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A tensor file and its header, both of one opening: another file may take its place at any time."""
     target = Path(path)
     if not target.is_file():
         raise FileFormatError(f"load {kind}: {target} does not exist or is not a file.")
     try:
         with safetensors.safe_open(target, framework="pt") as file:
-            metadata = file.metadata() or {}
+            yield file, _header(file.metadata() or {}, target, kind)
     except (safetensors.SafetensorError, OSError) as error:
         raise FileFormatError(
             f"load {kind}: {target} is not a readable safetensors file ({error}). It may be truncated; "
             "use an older copy."
         ) from error
+
+
+def _header(metadata: Mapping[str, str], target: Path, kind: str) -> dict[str, Any]:
     if "zonal" not in metadata:
         raise FileFormatError(
             f"load {kind}: {target} is a safetensors file of another program (no 'zonal' header). Required: "
@@ -348,18 +352,20 @@ def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     return header
 
 
+def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """The JSON header of a tensor file, without reading its tensors."""
+    with _opened(path, kind) as (_, header):
+        return header
+
+
 def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file of ``save_tensors`` and check its kind and checksum.
 
     Raises: FileFormatError when the file is missing, truncated, foreign, of another kind, or its bytes do not match.
     """
-    header = read_header(path, kind)
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise FileFormatError(
-            f"load {kind}: {path} cannot be read ({error}). It may be truncated; use an older copy."
-        ) from error
+    with _opened(path, kind) as (file, header):
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     if checksum(tensors, header) != header.get("checksum"):
         raise FileFormatError(
             f"load {kind}: the checksum of {path} does not match its contents. The file was damaged; use an older copy."

@@ -36,7 +36,8 @@ def test_files_that_are_none(tmp_path):
         pixels.write_bytes(broken)
         with pytest.raises(FileFormatError, match="cannot be read"):
             read_idx(pixels)
-    for content in (b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x01\x05", gzip.decompress(data)[:-1]):
+    cut = [gzip.decompress(data)[:size] for size in (4, 8, 12, 14, -1)]
+    for content in (b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x01\x05", *cut):
         pixels.write_bytes(gzip.compress(content))
         with pytest.raises(FileFormatError, match="no IDX file of bytes, or has lost some"):
             read_idx(pixels)

@@ -65,6 +65,19 @@ def test_pattern(folder):
         open_source(f"{folder}/*.rst")
 
 
+def test_the_name_of_the_working_folder_is_no_pattern(tmp_path, monkeypatch):
+    for name in ("x[1]", "x1", "x*", "xx"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / "b.txt").write_text(f"of {name}")
+        (tmp_path / name / "a.txt").write_text("first")
+    for name in ("x[1]", "x*"):
+        monkeypatch.chdir(tmp_path / name)
+        assert text_of("part/*.txt") == text_of(f"{tmp_path}/{name}/part/b.*") == f"of {name}"
+        assert text_of("**/*.txt") == f"first\0of {name}"
+        assert text_of(f"../{name}/**/b.txt") == f"of {name}"
+    assert text_of(f"{tmp_path}/x?/part/*.txt") == "of x*\0of x1\0of xx"
+
+
 def test_one_file_has_no_separator_and_keeps_line_ends(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes("\ufeffä\r\nb\n".encode())

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers as tokenizers_library
 
 from zonal import tasks
 from zonal.cli import generate, main
@@ -84,6 +85,28 @@ def test_a_model_reads_and_writes_by_the_tokenizer_that_it_was_trained_with(file
         generate.codec(task.config(), task.vocab_size)
 
 
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.update(post_processor=None),
+        lambda values: values.update(post_processor=dict(values["pre_tokenizer"], trim_offsets=False)),
+        lambda values: values["model"].update(dropout=0.0, end_of_word_suffix=""),
+    ],
+)
+def test_tokens_are_those_of_the_library(file, tmp_path, change):
+    (tmp_path / "other.json").write_text(damaged(file, change))
+    found = tokenizers.resolve(str(tmp_path / "other.json")).encode(TEXT).tolist()
+    assert found == tokenizers_library.Tokenizer.from_file(str(tmp_path / "other.json")).encode(TEXT).ids
+
+
 def damaged(file, change):
     values = json.loads(file.read_text())
     change(values)
@@ -101,6 +124,11 @@ def damaged(file, change):
         ),
         (lambda values: values["pre_tokenizer"].update(use_regex=False), "with use_regex"),
         (lambda values: values["model"].update(ignore_merges=True), "without ignore_merges"),
+        (lambda values: values["model"].update(dropout=0.1), "dropout"),
+        (lambda values: values["model"].update(end_of_word_suffix="</w>"), "suffixes of tokens"),
+        (lambda values: values.update(truncation={"max_length": 3}), "truncation"),
+        (lambda values: values.update(padding={"strategy": {"Fixed": 8}}), "padding"),
+        (lambda values: values.update(post_processor=TEMPLATE), "a post_processor that adds tokens"),
         (lambda values: values.pop("model"), "'model' is missing"),
         (lambda values: values["model"]["vocab"].pop("Ġwhale"), "byte-level BPE"),
     ],

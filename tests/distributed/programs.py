@@ -74,6 +74,24 @@ def model(remade: bool = False) -> str | None:
     return apart(gradients(made) | {"loss": mean.detach()}, wanted)
 
 
+def means() -> str | None:
+    """Weights that sum to less than 1, counts beyond float16, none at all, and the dtype of the total."""
+    cases = ((2.0, 0.25, torch.float64), (4096.0, 50_000, torch.float16), (3.0, 0, torch.float32), (6, 4, torch.int64))
+    for value, count, dtype in cases:
+        with sequence_parallel() as parallel:
+            total = torch.tensor(value, dtype=dtype, requires_grad=dtype.is_floating_point)
+            found = parallel.mean(total, torch.tensor(count))
+            wanted = value / count if count else value * parallel.size
+            kind = dtype if dtype.is_floating_point else torch.float32
+            if found.dtype != kind or abs(found.item() / wanted - 1) > 1e-3:
+                return f"the mean of {value} by {count} in {dtype} is {found}, not {wanted}"
+            if dtype.is_floating_point:
+                found.backward()
+                if total.grad is None or total.grad.dtype != dtype or not total.grad > 0:
+                    return f"the gradient in {dtype} is {total.grad}"
+    return None
+
+
 def transformers_model() -> str | None:
     """``ZonalForCausalLM``: the loss of labels that are shifted before they are split."""
     from zonal import hf  # transformers takes seconds, which other checks need not wait for
@@ -262,6 +280,7 @@ def refusals() -> str | None:
 CHECKS: dict[str, Callable[[], str | None]] = {
     "model": model,
     "model with remade activations": lambda: model(remade=True),
+    "means": means,
     "transformers": transformers_model,
     "converted": converted_model,
     "silent": silent,

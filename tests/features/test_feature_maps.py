@@ -423,6 +423,16 @@ def test_learning(features: FeatureMap, gain: float) -> None:
     assert set(trained) == set(start)
 
 
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("shape", [(1, 2, 0, DIM), (0, 2, 3, DIM)])
+def test_no_tokens_and_no_sequences(name: str, shape: tuple[int, ...]) -> None:
+    features, x = MAPS[name], torch.zeros(shape, requires_grad=True)
+    phi = features(x, features.prepare(DIM, 2, keys=units(9, DIM)))
+    assert phi.shape == (*shape[:-1], features.dimension(DIM))
+    (slope,) = torch.autograd.grad(phi.sum(), x)
+    assert slope.shape == shape
+
+
 def test_nothing_to_learn() -> None:
     with pytest.raises(ArgumentError, match="nothing to learn"):
         distil(square(), {}, units(1, 1, 4, 3), units(1, 1, 4, 3), torch.exp)
@@ -438,6 +448,12 @@ def test_nothing_to_learn() -> None:
         (lambda: Slay(fusion="mean"), "fusion must be 'tensor'"),  # type: ignore[arg-type]
         (lambda: Slay(fusion="shared", learn=True), "independent draws"),
         (lambda: Slay.preset("huge"), "small"),
+        (
+            lambda: Slay(fusion="shared").laplace_only(),
+            "laplace_only: fusion 'tensor' .* 'shared' with Anchors",
+        ),
+        (lambda: Slay(fusion="sketch").laplace_only(), "received 'sketch' with Anchors"),
+        (lambda: Slay(polynomial=TensorSketch(8)).laplace_only(), "received 'tensor' with TensorSketch"),
         (lambda: PositiveRandom(0), "draws must be a whole number >= 1"),
         (lambda: PositiveRandom(5, antithetic=True), "even number"),
         (lambda: PositiveRandom(4, -1.0), "s must be >= 0"),

@@ -63,6 +63,20 @@ def test_matern_by_bessel_functions(smoothness: float) -> None:
         )
 
 
+@pytest.mark.parametrize("smoothness", [0.5, 1.5, 2.5])
+def test_matern_at_coincident_points(smoothness: float) -> None:
+    """Value and slopes of the limit; nu = 1/2 has a kink there, and the slope 0."""
+    features = Stationary(2, "matern", width=0.7, smoothness=smoothness)
+    u = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(features.apart(u, u.detach()), u)
+    assert features.apart(u, u).item() == 1
+    assert slope.tolist() == [0, 0, 0]
+    x = torch.ones((), dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(features.kernel(x, 3), x)
+    near = (1 - features.kernel(torch.tensor(1 - 1e-9, dtype=torch.float64), 3).item()) / 1e-9
+    assert slope.item() == (0 if smoothness == 0.5 else pytest.approx(near, rel=1e-3))
+
+
 def test_softmax_over_features() -> None:
     """exp(phi . phi / tau) by its parts, and the temperature of the score alone."""
     generator = torch.Generator().manual_seed(0)

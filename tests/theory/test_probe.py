@@ -84,6 +84,22 @@ def test_a_gauge_is_exact_where_the_kernel_underflows() -> None:
     assert probe.equivalent(log_kernel, log_kernel + 800, probe.EntropicPlan()).holds
 
 
+def test_large_and_small_kernels_are_compared_as_others() -> None:
+    log_kernel = drawn(0, 5, 6)
+    log_kernel[1], log_kernel[2, 3] = -math.inf, -math.inf
+    for offset in (-1e5, -800.0, 0.0, 800.0):
+        moved = log_kernel + offset
+        assert probe.equivalent(moved, moved, probe.Kernel())[:2] == (True, 0.0)
+        apart = probe.equivalent(moved, moved - 100, probe.Kernel())
+        assert (apart.holds, apart.error) == (False, 1.0)
+        assert probe.equivalent(moved, moved + math.log(2), probe.Kernel()).error == pytest.approx(0.5)
+        other = moved.masked_fill(log_kernel == log_kernel[0, 0], -math.inf)
+        share = float(log_kernel[0].softmax(-1)[0])
+        assert probe.equivalent(moved, other, probe.Kernel()).error == pytest.approx(share)
+        assert not probe.divergence(moved, moved, probe.Kernel()).any()
+    assert probe.equivalent(torch.zeros(3, 0), torch.zeros(3, 0), probe.Rows())[:2] == (True, 0.0)
+
+
 @quick
 @given(seed=seeds, size=sizes)
 def test_a_plan_is_optimal(seed: int, size: tuple[int, int]) -> None:
@@ -335,6 +351,22 @@ def test_divergence_is_that_of_rows() -> None:
     assert torch.allclose(probe.divergence(first, second), expected)
     first[2] = -math.inf
     assert probe.divergence(first, second)[2] == 0
+
+
+def test_divergence_of_kernels_that_overflow() -> None:
+    first = drawn(0, 3, 4)
+    first[0] += 800
+    second = first.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(probe.divergence(first, second, probe.Kernel()).sum(), second)
+    assert not slope.any()
+    for other in (first + 1, first - 1):
+        with pytest.raises(ArgumentError, match=r"divergence: kernels that fit into float64 .* received larger ones"):
+            probe.divergence(first, other, probe.Kernel())
+        assert torch.allclose(probe.divergence(first, other), torch.zeros(3, dtype=torch.float64))
+    # a pair that only the other forbids is infinitely far, also where its weight is 0 in float64
+    first = torch.tensor([[0.0, -800.0], [0.0, 0.0]], dtype=torch.float64)
+    other = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], dtype=torch.float64)
+    assert probe.divergence(first, other).tolist() == [math.inf, 0]
 
 
 def test_chart_freedom() -> None:

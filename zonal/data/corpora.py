@@ -137,7 +137,7 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
 
     A folder is read with its subfolders, files in the order of their paths; hidden files are passed over, and so are
     empty ones as long as some other has text. Every other file must be UTF-8 text. The result depends on names and
-    contents only, not on the file system's order.
+    contents only, not on the file system's order. A pattern begins after the longest leading path that is a folder.
     Raises: FileFormatError when there is no such place or no file in it; ArgumentError when ``spec`` is not understood.
     """
     text = os.fspath(spec)
@@ -157,7 +157,8 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
                 f"text source: the folder {path} has no files; at least one UTF-8 text file was required."
             )
     elif any(character in text for character in "*?["):
-        anchor = Path(path.anchor)
+        # what is there is meant as it is written, also with a [ in the name of the working folder
+        anchor = next(folder for folder in path.parents if folder.is_dir())
         files = sorted(
             (found for found in anchor.glob(path.relative_to(anchor).as_posix()) if found.is_file()),
             key=lambda found: found.as_posix(),

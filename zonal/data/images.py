@@ -90,9 +90,11 @@ def read_idx(path: Path) -> Tensor:
         with gzip.open(path) as file:
             head = file.read(4)
             axes = head[3] if head[:3] == b"\x00\x00\x08" and len(head) == 4 else 0
-            shape = [int.from_bytes(file.read(4), "big") for _ in range(axes)]
+            lengths = file.read(4 * axes)
+            shape = [int.from_bytes(lengths[at : at + 4], "big") for at in range(0, len(lengths), 4)]
             size = math.prod(shape)
-            fits = axes and size <= min(_MOST, _RATIO * path.stat().st_size)  # before that much is asked for
+            whole = axes and len(lengths) == 4 * axes
+            fits = whole and size <= min(_MOST, _RATIO * path.stat().st_size)  # before that much is asked for
             data = file.read(size + 1) if fits else b""
     except FileNotFoundError as error:
         raise FileFormatError(

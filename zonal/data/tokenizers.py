@@ -29,6 +29,8 @@ _GPT2_SHA256 = {
 
 SEPARATOR = "<|endoftext|>"
 _PARTS = ("model", "pre_tokenizer", "decoder")
+# of a model: with any of these, it makes other tokens of the same merges
+_CHANGES = ("ignore_merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 class Tokenizer(ABC):
@@ -150,9 +152,11 @@ class GPT2Tokenizer(_BytePairs):
 class FileTokenizer(_BytePairs):
     """The byte pairs of a tokenizer.json, as ``train`` and the libraries of Hugging Face write them for GPT-2's kind.
 
-    Its name is the file's path. The separator is <|endoftext|>.
+    Its name is the file's path. The separator is <|endoftext|>. Tokens are those of other readers of the file, except
+    that <|endoftext|> within a text is encoded as text, where others make it the separator.
 
-    Raises: FileFormatError when the file is missing, or its tokeniser is of another kind or may lose text.
+    Raises: FileFormatError when the file is missing, or its tokeniser is of another kind, may lose text, or changes
+    tokens by other means (dropout, a template, truncation, padding).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -170,7 +174,9 @@ class FileTokenizer(_BytePairs):
                 and not before["add_prefix_space"]
                 # otherwise the library of Hugging Face makes other tokens of this file than the encoder below
                 and before.get("use_regex", True)
-                and not model.get("ignore_merges")
+                and not any(model.get(name) for name in _CHANGES)
+                and all(stored.get(name) is None for name in ("truncation", "padding"))
+                and (stored.get("post_processor") is None or stored["post_processor"]["type"] == "ByteLevel")
                 and not others
                 and {SEPARATOR, *tokenizers_library.pre_tokenizers.ByteLevel.alphabet()} <= set(vocabulary)
                 and sorted(vocabulary.values()) == list(range(len(vocabulary)))
@@ -179,7 +185,8 @@ class FileTokenizer(_BytePairs):
         if not suitable:
             raise FileFormatError(
                 f"tokenizer: {self.path} must be byte-level BPE without a normaliser or a space before the text, with "
-                f"use_regex and without ignore_merges, with all 256 bytes, the token {SEPARATOR} and no other special "
+                "use_regex and without ignore_merges, dropout, prefixes or suffixes of tokens, truncation, padding or "
+                f"a post_processor that adds tokens, with all 256 bytes, the token {SEPARATOR} and no other special "
                 "tokens, so that no text is lost and its tokens are those of its other readers. "
                 "`zonal tokenizer` makes such a file."
             )

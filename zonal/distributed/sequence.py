@@ -66,12 +66,15 @@ class SequenceParallel(Stretch):
     def mean(self, total: Tensor, count: int | Tensor) -> Tensor:
         """(sum of ``total`` over ranks) / (sum of ``count`` over ranks), the same number on every rank.
 
-        total: a scalar, such as the sum of this rank's losses. count: how many of them. In the backward pass each rank
-        goes back from its own total; the gradients of parameters then have to be added up over ranks
-        (``sum_gradients``).
+        total: a scalar, such as the sum of this rank's losses. count: how many of them, or the sum of their weights;
+        where the sum over ranks is 0, it counts as 1. Sums and quotient are in float32 or better, and the mean has the
+        dtype of ``total`` (float32 for whole numbers). In the backward pass each rank goes back from its own total; the
+        gradients of parameters then have to be added up over ranks (``sum_gradients``).
         """
-        count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-        return _Mean.apply(self.ranks, total, self.ranks.summed(count).clamp_min(1))  # type: ignore[return-value]
+        wide = torch.promote_types(total.dtype, torch.float32)
+        count = self.ranks.summed(torch.as_tensor(count, dtype=wide, device=total.device))
+        mean: Any = _Mean.apply(self.ranks, total.to(wide), torch.where(count == 0, 1, count))
+        return mean.to(total.dtype) if total.is_floating_point() else mean
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -65,12 +65,15 @@ class Source:
     def normal(self, name: str, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator(name), dtype=torch.float64)
 
-    def gaussian(self, count: int, orthogonal: bool) -> Tensor:
-        """Vectors (H, count, d) of N(0, I). orthogonal: orthogonal within blocks of d, with lengths drawn apart."""
+    def gaussian(self, count: int, orthogonal: bool, *, direction: str = "omega", length: str = "length") -> Tensor:
+        """Vectors (H, count, d) of N(0, I). orthogonal: orthogonal within blocks of d, with lengths drawn apart.
+
+        direction, length: the names by which these are drawn.
+        """
         if not orthogonal:
             return self.normal("omega", self.heads, count, self.dim)
-        length = self.normal("length", self.heads, count, self.dim).norm(dim=-1, keepdim=True)
-        return self.units("omega", count, orthogonal=True) * length
+        lengths = self.normal(length, self.heads, count, self.dim).norm(dim=-1, keepdim=True)
+        return self.units(direction, count, orthogonal=True) * lengths
 
     def integers(self, name: str, below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, generator=self.generator(name))

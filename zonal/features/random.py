@@ -1,5 +1,6 @@
 """Random features: positive ones of e^(2 s x), Fourier, random Maclaurin, TensorSketch."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -126,8 +127,13 @@ class Fourier(FeatureMap):
         return {"omega": source.gaussian(self.size // 2, self.orthogonal) / self.width}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        angle = x @ buffers["omega"].mT
-        return torch.cat([angle.cos(), angle.sin()], -1) * math.sqrt(2 / self.size)
+        return waves(x, buffers["omega"])
+
+
+def waves(x: Tensor, omega: Tensor) -> Tensor:
+    """sqrt(1/n) [cos(W x), sin(W x)] for n frequencies. x (…, H, T, d), W (H, n, d) -> (…, H, T, 2 n)."""
+    angle = x @ omega.mT
+    return torch.cat([angle.cos(), angle.sin()], -1) * math.sqrt(1 / omega.shape[-2])
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,8 @@ def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
 def convolve(parts: list[Tensor]) -> Tensor:
     """Circular convolution of sketches, which is the sketch of their outer product. In float32 or better."""
     size, dtype = parts[0].shape[-1], parts[0].dtype
+    if not parts[0].numel():  # no vectors, which not every library of Fourier transforms takes
+        return functools.reduce(torch.mul, parts)
     wide = torch.promote_types(dtype, torch.float32)
     product = torch.fft.rfft(parts[0].to(wide))
     for other in parts[1:]:
@@ -214,4 +222,4 @@ class TensorSketch(_Power):
         return convolve([count_sketch(x, bucket, sign, self.size) for bucket, sign in sketched])
 
 
-__all__ = ["Fourier", "PositiveRandom", "RandomMaclaurin", "TensorSketch", "convolve", "count_sketch"]
+__all__ = ["Fourier", "PositiveRandom", "RandomMaclaurin", "TensorSketch", "convolve", "count_sketch", "waves"]

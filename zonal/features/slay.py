@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require, require_one_of
 from zonal.algebra.score import FeatureLayer
-from zonal.errors import unknown_name
+from zonal.errors import ArgumentError, unknown_name
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
 from zonal.features.fusion import Fused, Hadamard, SharedHadamard, Sketched, TensorProduct, product, side_by_side
 from zonal.features.landmarks import Anchors
@@ -198,10 +198,16 @@ class Slay(FeatureMap):
         return side_by_side(found) if polynomial is None else product(polynomial, found)
 
     def laplace_only(self) -> "Slay":
-        """The paper's baseline without x^2, with an equal number of features through more draws."""
-        if self.polynomial is None:
-            return self
-        anchors = self.polynomial.count if isinstance(self.polynomial, Anchors) else 1
+        """The paper's baseline without x^2, with an equal number of features through more draws.
+
+        Raises: ArgumentError for another fusion than "tensor", and other polynomials than ``Anchors``.
+        """
+        if self.fusion != "tensor" or not isinstance(self.polynomial, Anchors | None):
+            raise ArgumentError(
+                "Slay.laplace_only: fusion 'tensor' with Anchors as polynomial is required, received "
+                f"{self.fusion!r} with {type(self.polynomial).__name__}. Make Slay(polynomial=None, draws=...)."
+            )
+        anchors = 1 if self.polynomial is None else self.polynomial.count
         return replace(self, polynomial=None, draws=self.draws * anchors)
 
 

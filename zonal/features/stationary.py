@@ -10,6 +10,7 @@ from torch import Tensor
 from zonal.algebra.declaration import require, require_one_of, require_positive, require_whole
 from zonal.errors import ArgumentError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+from zonal.features.random import waves
 
 Stationarity = Literal["gaussian", "laplacian", "matern"]
 
@@ -85,25 +86,28 @@ class Stationary(FeatureMap):
         if self.kappa == "laplacian":
             return (-gap.abs().sum(-1)).exp()
         square = gap.square().sum(-1)
-        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square.sqrt())
+        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square)
 
-    def _matern(self, distance: Tensor) -> Tensor:
-        r = math.sqrt(2 * self.smoothness) * distance
+    def _matern(self, square: Tensor) -> Tensor:
+        """kappa of squared distances in widths. At 0, where the root has no derivative, it is the tangent, and constant
+        for nu = 1/2, where there is none.
+        """
+        apart = square > 0
+        r = math.sqrt(2 * self.smoothness) * torch.where(apart, square, 1).sqrt()
         factor = {0.5: torch.ones_like(r), 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[self.smoothness]
-        return factor * (-r).exp()
+        slope = {0.5: 0, 1.5: 3 / 2, 2.5: 5 / 6}[self.smoothness]
+        return torch.where(apart, factor * (-r).exp(), 1 - slope * square)
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         """kappa for unit vectors with u . v = x. Raises: ArgumentError for the Laplacian, which is no function of x."""
         if self.kappa == "laplacian":
             raise ArgumentError("Stationary.kernel: the Laplacian kernel is no function of q . k. Use apart(u, v).")
         square = (2 - 2 * x).clamp_min(0) / self._width(dim) ** 2
-        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square.sqrt())
+        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         heads, count, dim = source.heads, self.size // 2 if self.signed else self.size, source.dim
-        normal = source.normal("omega", heads, count, dim)
-        if self.orthogonal:
-            normal = source.units("direction", count, orthogonal=True) * normal.norm(dim=-1, keepdim=True)
+        normal = source.gaussian(count, self.orthogonal, direction="direction", length="omega")
         scale = torch.ones(heads, count, dim, dtype=torch.float64)
         if self.kappa == "laplacian":
             scale = 1 / source.normal("scale", heads, count, dim).abs()
@@ -114,11 +118,10 @@ class Stationary(FeatureMap):
         return {"omega": normal * scale} if self.signed else {"omega": normal * scale, "square": scale.square()}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        angle = x @ buffers["omega"].mT
         if self.signed:
-            return torch.cat([angle.cos(), angle.sin()], -1) * math.sqrt(2 / self.size)
+            return waves(x, buffers["omega"])
         # one exponent: the two factors apart would overflow where their product does not
-        return (angle - x.square() @ buffers["square"].mT - 0.5 * math.log(self.size)).exp()
+        return (x @ buffers["omega"].mT - x.square() @ buffers["square"].mT - 0.5 * math.log(self.size)).exp()
 
 
 __all__ = ["Stationarity", "Stationary"]

@@ -20,7 +20,7 @@ from zonal.memory import Memory
 from zonal.memory.sums import FeatureSums
 
 FILE = "archive.json"
-_SCHEMA = 1
+_SCHEMA = 2  # 1 had other words: marks ended them
 _KIND = "spans"
 _NAME = re.compile(r"(spans|memory)-\d{1,12}\.safetensors")
 _ADVICE = "Read the folder again into a new archive."

@@ -11,7 +11,15 @@ import numpy as np
 
 # Chinese and Japanese are written without spaces: each of their characters is a word
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-_WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
+# what may follow a letter within a word and is not in \w: vowel signs, accents and other marks, and the two joiners of
+# Indic and Persian words, but not the variation selectors U+FE00 to U+FE0F, which choose between glyphs
+_MARKS = "\u200c\u200d" + "".join(
+    mark
+    for mark in map(chr, range(0x300, 0x20000))
+    if unicodedata.category(mark) in ("Mn", "Mc") and not "\ufe00" <= mark <= "\ufe0f"
+)
+# no mark is below U+0300: looking there first is faster
+_WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+(?:(?![\0-\u02ff])[{_MARKS}]+[^\W_{_ALONE}]*)*")
 # where a text is cut if it can be, the best first: after a blank line, after a sentence, after a line
 _BREAKS = (re.compile(r"\n[^\S\n]*\n"), re.compile(r"[.!?。！？]['\"’”)\]]*(?=\s)|[。！？]"), re.compile(r"\n"))
 
@@ -40,8 +48,11 @@ class Read(NamedTuple):
 
 def words(text: str) -> list[str]:
     """The words of a text in order, in lower case and one form of Unicode."""
-    plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
-    return _WORD.findall(plain.casefold())
+    plain = text.casefold()
+    if not text.isascii():
+        # again after casefold, which takes characters apart; it makes an i with a second dot of the Turkish capital
+        plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).replace("i\u0307", "i")
+    return _WORD.findall(plain)
 
 
 def spans(text: str, size: int) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,8 @@ from zonal.theory.probe import Observed, Probe
 class HeadForm:
     """The form of the log kernel of one head, log K = rows + columns + interaction, over all sequences.
 
-    rows, columns, interaction: shares of the energy of log K about its mean; they sum to 1.
+    rows, columns, interaction: shares of the energy of log K about its mean; they sum to 1, or are all 0 where log K is
+        constant.
     gauge: the share that the weights do not see: rows for anchors that divide by the row sum, rows and columns for
         balanced plans, nothing for Count and Raw.
     explained: for each rank, the share of the energy of the interaction that a dot product of this rank explains.

@@ -191,7 +191,10 @@ def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance
         f"{tuple(log_second.shape)}.",
     )
     first, second = probe.observe(log_first), probe.observe(log_second)
-    seen, other = first.log.exp(), second.log.exp()
+    # shares of a row stay as they are when both logs are moved, and exp neither overflows nor vanishes
+    top = torch.maximum(first.log.logsumexp(-1), second.log.logsumexp(-1))
+    top = torch.where(top.isneginf(), 0, top)[..., None]
+    seen, other = (first.log - top).exp(), (second.log - top).exp()
     apart, mass = (seen - other).abs().sum(-1), torch.maximum(seen.sum(-1), other.sum(-1))
     error = float(torch.where(mass > 0, apart / torch.where(mass > 0, mass, 1), 0).max()) if apart.numel() else 0.0
     return Equivalence(error <= tolerance, error, first.left - second.left, first.right - second.right)
@@ -352,12 +355,30 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
 def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tensor:
     """KL divergence per row, (..., T), between what ``probe`` sees of two kernels, log K and other (..., T, S).
 
-    KL(p | m) = sum p log(p/m) - p + m, the usual one for rows of sum 1. Empty rows give 0.
+    KL(p | m) = sum p log(p/m) - p + m, the usual one for rows of sum 1. Empty and equal rows give 0. Rows with a pair
+    that only ``other`` forbids give infinity.
+
+    Raises: ArgumentError for a divergence that is too large for float64, and as ``probe.observe`` does.
     """
+    apart, barred = _divergence(log_kernel, other, probe)
+    require(
+        bool((apart.isfinite() | barred).all()),
+        "probe.divergence: kernels that fit into float64 are required (log K up to about 700), received larger ones. "
+        "Subtract a constant from both, or use probe.Rows().",
+    )
+    return apart
+
+
+def _divergence(log_kernel: Tensor, other: Tensor, probe: Probe) -> tuple[Tensor, Tensor]:
+    """The divergence, infinity or NaN where it overflows, and which rows have a pair that only ``other`` forbids."""
     seen = probe.observe(log_kernel).log
     model = probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
+    barred = (model.isneginf() & ~seen.isneginf()).any(-1)
+    same = (seen == model).all(-1) & seen.exp().sum(-1).isinf()  # 0, also where K overflows
+    seen, model = (x.masked_fill(same[..., None], 0) for x in (seen, model))
     apart = (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
-    return apart if isinstance(probe, Rows) else apart - seen.exp().sum(-1) + model.exp().sum(-1)
+    apart = apart if isinstance(probe, Rows) else apart - seen.exp().sum(-1) + model.exp().sum(-1)
+    return torch.where(barred, float("inf"), apart), barred
 
 
 def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe = Rows()) -> NormalForm:
@@ -384,7 +405,8 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
 
     def distance(columns: Tensor, queries: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
         model = columns[..., None, :] + queries @ keys.mT
-        return divergence(scores, model if rows is None else model + rows[..., None], probe).mean(-1)
+        # the search may try what overflows
+        return _divergence(scores, model if rows is None else model + rows[..., None], probe)[0].mean(-1)
 
     def closure() -> Tensor:
         optimiser.zero_grad()

@@ -141,7 +141,8 @@ def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None =
 
 def _check_distribution(what: str, rows: Tensor) -> None:
     """Raise ArgumentError unless rows (..., K) sum to 1, up to the rounding of a sum of K numbers."""
-    off = float((rows.detach().sum(-1) - 1).abs().max()) if rows.numel() else 0.0
+    sums = rows.detach().sum(-1)
+    off = float((sums - 1).abs().max()) if sums.numel() else 0.0
     limit = 8 * torch.finfo(rows.dtype).eps * max(rows.shape[-1], 1) ** 0.5
     require(
         off <= limit,
