@@ -155,9 +155,9 @@ class Lookup(Drawn[Cell]):
         """Any label in the context is named, but where the question is the candidate itself (distance 0): that equality
         finds. On questions that were trained.
         """
-        trained = [cell for cell in (*self.controls, *self.tests) if cell.group == "trained"]
-        found = sum(1 if cell.size == 0 else 1 / self.pairs for cell in trained) / len(trained)
-        return Guess(found, (self.source.slices[0], ("trained",)))
+        sizes = [cell.size for cell in (*self.controls, *self.tests) if cell.group == "trained"]
+        equal = sizes.count(0) / max(1, len(sizes))
+        return Guess(equal + (1 - equal) / self.pairs, (self.source.slices[0], ("trained",)))
 
     def describe(self) -> str:
         size = self.source.slices[1]
