@@ -110,8 +110,7 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
     """
     if options.model_preset is None:
         return options.model.config(task, layers_of(options.operator, options.model.layers))
-    plain = Train() if options.preset is None else defaults((presets.OPTION, options.preset))
-    assert plain is not None
+    plain = defaults(() if options.preset is None else (presets.OPTION, options.preset)) or Train()
     if (options.operator, options.model) != (plain.operator, plain.model):
         raise ArgumentError(
             "train: --model-preset names the whole model. Leave out --operator and the model's options, "

@@ -75,8 +75,8 @@ def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
 
 
 def learned(data: ComparisonData, number: float | None) -> bool | None:
-    """Whether a number on what was trained is better than a guess; None where one of them is not known, or where a
-    guess is always right: of one pair, naming the value that stands there is the task.
+    """Whether a number on what was trained is better than a guess. None where one of them is not known, and where a
+    guess is always right: with one pair, naming the only value is the task.
     """
     if data.guess is None or number is None or (data.higher_is_better and data.guess.value >= 1):
         return None

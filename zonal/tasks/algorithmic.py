@@ -77,8 +77,8 @@ class Algorithm:
     """One task.
 
     about: one line. size: the most tokens that n items take. compose: (draw, n, length) → segments of at most
-    ``length`` tokens. length: of a sequence, where none is given. permuted: the answers are values of the context, each
-    once, so leaving out those that were named helps who knows nothing else.
+    ``length`` tokens. length: of a sequence, where none is given. permuted: the answers are all values of the
+    context in some order, so a guess can leave out those that were named.
     """
 
     about: str
@@ -366,9 +366,8 @@ class Algorithmic(Drawn[int]):
             yield Examined({"exact match": right.double().tolist()}, batch.slices)
 
     def guess(self) -> Guess:
-        """The better of two that have learned nothing: one names the same word always, the one that is right most
-        often; one names any word of the sequence before the first answer, or any answer that is left where they are
-        permuted.
+        """The better of two ways to answer that need no learning: always the word that is right most often; or any word
+        of the sequence before the first answer (of a permuted task, any answer that was not named yet).
         """
         context: list[float] = []
         said = np.zeros(self.vocab_size)
@@ -377,12 +376,11 @@ class Algorithmic(Drawn[int]):
                 answers = targets[targets != IGNORED]
                 before = tokens[: np.argmax(targets != IGNORED)]
                 words = before[before >= len(_MARKERS)]
-                offered = [answers[place:] if self.algorithm.permuted else words for place in range(len(answers))]
-                named = [
-                    float((words == answer).mean()) if len(words) else 0.0
-                    for words, answer in zip(offered, answers, strict=True)
-                ]
-                context.append(float(np.mean(named)))
+                chances = []
+                for place, answer in enumerate(answers):
+                    offered = answers[place:] if self.algorithm.permuted else words
+                    chances.append((offered == answer).mean() if len(offered) else 0.0)
+                context.append(float(np.mean(chances)))
                 said += np.bincount(answers, minlength=self.vocab_size) / len(answers)
         return Guess(max(float(said.max()) / len(context), float(np.mean(context))))
 

@@ -8,8 +8,8 @@ A node is ( head X Y ) with two arguments, an atom or a node each. Heads are typ
 how: a head of even number keeps the order of its arguments in R, one of odd number turns it. So R is a function of L
 that is learned once and holds at every level; the subtree put out of R is that function of one subtree of L: of the one
 at its place, and, as no atom stands twice, of the one whose atoms are missing in R. A model must find it and write it
-down by the rule. Who finds it and knows no head copies it as it stands, and has most of its tokens right: that is the
-guess.
+down by the rule. A model that finds it and has not learned the heads can copy it unchanged, which gets most of the
+tokens right: that is the guess.
 
 Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node
 beside the next instead of an atom. No atom stands twice in a tree; heads do. The subtree put out is any node of at most
@@ -207,7 +207,7 @@ class Expressions(Drawn[int]):
             yield Examined({"exact match": exact, "parse errors": broken}, batch.slices)
 
     def guess(self) -> Guess:
-        """The subtree of L whose atoms R lacks is copied as it stands: no head is known."""
+        """Copies the subtree of L whose atoms R lacks, unchanged: this needs no knowledge of the heads."""
         scores = []
         for batch in self.evaluation_batches(self.test_examples):
             for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):

@@ -128,9 +128,7 @@ class Retrieval(Drawn[Shape]):
             yield from self.fixed([(shape, code)], examples, rows, use)
 
     def guess(self) -> Guess:
-        """The most frequent of the values that a context offers and that no earlier question had is named, on the test
-        shapes.
-        """
+        """The mean guess of the test shapes (see ``Kind``)."""
         shapes = self.test_shapes or ()
         return Guess(sum(KINDS[shape.kind].guess(shape.pairs, self.words) for shape in shapes) / len(shapes))
 

@@ -152,8 +152,8 @@ class Lookup(Drawn[Cell]):
         return super().from_config({**config, "source": relations.source(config["source"])})
 
     def guess(self) -> Guess:
-        """Any label in the context is named, but where the question is the candidate itself (distance 0): that equality
-        finds. On questions that were trained.
+        """Names any label of the context, and the right one where the question is the candidate itself (distance 0),
+        which is found by equality. On questions that were trained.
         """
         sizes = [cell.size for cell in (*self.controls, *self.tests) if cell.group == "trained"]
         equal = sizes.count(0) / max(1, len(sizes))

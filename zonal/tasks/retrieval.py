@@ -157,10 +157,9 @@ class Kind:
     about: one line. size: tokens that facts and questions of so many pairs take, without noise. compose: (draw, pairs,
     length) → the context, of the length that the questions leave, and the questions. needs: distinct keys and distinct
     values that must exist for so many pairs.
-    guess: (pairs, words) → the chance of a right answer for who binds nothing and names the value of the context that
-    stands there most often, less one for each answer that followed an earlier question; where the task is to find the
-    most frequent, for who names any, as often as each stands there; in an economy, for who always names the most
-    frequent count.
+    guess: (pairs, words) → the accuracy of a model that does not bind values to keys. It names the most frequent value
+    of the context, after taking out the answers to earlier questions. Where the most frequent word is the answer, it
+    names any word of the list; in an economy, always the most frequent count.
     """
 
     about: str
@@ -309,8 +308,8 @@ def _questions(pairs: int) -> int:
 
 
 def _guess(offered: int, questions: int, words: Words) -> float:
-    """The most frequent of ``offered`` values is named, one of them where several are; answers are left out after their
-    question. If all values differed, this were 1 / offered, then 1 / (offered - 1), and so on.
+    """Accuracy of naming the most frequent of ``offered`` values, any of them in a tie. Each answer is taken out after
+    its question. If all values differed, it would be the mean of 1 / offered, 1 / (offered - 1), and so on.
     """
     found = 0.0
     for number in range(_DRAWS):
