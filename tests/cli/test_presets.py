@@ -42,7 +42,7 @@ EXPANDED = {
     "rewa-sexpr": "2f908e373d19224a",
     "slay-tasks": "87e8d00c3889e6c2",
     "sko-table1": "e5e766fbca15712c",
-    "text-contest": "db86edae4e4cc64d",
+    "text-contest": "2203fbd768ca3546",
     "echo-1m": "a31e5ef19dc8bdb0",
     "echo-1m-form": "8d5d4b6a7f169517",
     "mqar-memory": "c36a16f4c2d541ce",
@@ -81,6 +81,16 @@ def test_other_spaces_and_quotation_marks_are_the_same_model():
         if again.shapes:
             (shape,) = again.shapes.values()
             assert shape.mlp_ratio == spec.shapes[operator].mlp_ratio
+
+
+def test_models_of_a_preset_go_by_their_names():
+    whole = compare.specification(options("--preset text-contest"), "")
+    for operator, label in zip(whole.operators, whole.labels, strict=True):
+        quoted = shlex.quote(f'yat,"{label}"')
+        spec = compare.specification(options(f"--preset text-contest --operators {quoted}"), "")
+        assert (spec.operators, spec.labels) == (("yat", operator), ("Yat", label))
+        alone = options(f"--preset text-contest --operator {shlex.quote(label)}", train)
+        assert train.model_of(alone, spec.task) == spec.model_for(operator)
 
 
 OWN = """

@@ -47,6 +47,7 @@ Examples:
   zonal compare --task mqar-demo --layers 4 --operators 'softmax,mamba2,[mamba2*3, ska]' --budget 5m
   zonal compare --task mqar-grid --model-preset echo-1M --operators 'ska(power=2),softmax' --steps 2000
   zonal compare --preset echo-table3 --jobs 2 --threads 1
+  zonal compare --preset echo-table3 --operators 'Gated DeltaNet,Mamba-2 alone'
   zonal compare --resume runs/text-1a2b3c4d"""
 
 
@@ -57,7 +58,8 @@ class Compare(RunOptions):
     preset: Annotated[str | None, shown("NAME", "optional")] = None
     """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
-    """Operators, separated by commas: NAME or NAME(argument=value, ...), or a list of layers as [mamba2*3, ska]."""
+    """Operators, separated by commas: NAME or NAME(argument=value, ...), or a list of layers as [mamba2*3, ska]. With
+    --preset also names of its models, in quotation marks where they contain commas."""
     model_preset: Annotated[str | None, shown("NAME", "default: none")] = None
     """A named model, such as echo-1M, in place of the model options. Without --operators, also its layers."""
     seeds: str = "1"
@@ -108,12 +110,14 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
     base = named_model(options)
     dim, count = (options.model.dim, options.model.layers) if base is None else (base.dim, len(base.layers))
+    experiment = None if options.preset is None else presets.find(options.preset, "compare")
     operators = (
         (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
     )
+    if experiment is not None:
+        operators = tuple(map(experiment.layers_of, operators))
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
     steps, budget = training_steps(options.training, options.budget)
-    experiment = None if options.preset is None else presets.find(options.preset, "compare")
     shapes = {
         operator: dataclasses.replace(options.model, **shape)
         for operator in operators

@@ -54,6 +54,10 @@ class Preset:
     def operators(self) -> str:
         return ",".join(self.models.values())
 
+    def layers_of(self, entry: str) -> str:
+        """The layers of the model that has this name, with or without quotation marks; any other entry as it is."""
+        return self.models.get(entry.strip("'\""), entry)
+
     def label_of(self, operator: str) -> str | None:
         """The name for people of these layers; None when the preset does not have them."""
         return {canonical_layers(spec): label for label, spec in self.models.items()}.get(canonical_layers(operator))

@@ -33,6 +33,7 @@ Examples:
   zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --steps 2000
   zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
   zonal train --preset echo-table3 --operator 'mamba2(state=16)*2, ska(power=1)*2'
+  zonal train --preset text-contest --data my.txt --operator 'Mamba-2 and three windows' --learning-rate 1.6e-2
   zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99
   zonal train --task mqar-demo --model-preset echo-1M-mamba-attention --steps 2000
 
@@ -52,7 +53,8 @@ class Train(RunOptions):
     preset: Annotated[str | None, shown("NAME", "optional")] = None
     """A preset of an experiment, or a recipe.json, for options that are not given. An unknown name lists all."""
     operator: str = "softmax"
-    """One operator (or mamba2, mesanet, ...) for all layers, or a list with one per layer; NAME*3 means three."""
+    """One operator (or mamba2, mesanet, ...) for all layers, or a list with one per layer; NAME*3 means three. With
+    --preset also the name of one of its models."""
     model_preset: Annotated[str | None, shown("NAME", "default: none")] = None
     """A named model, such as echo-1M or echo-1M-mamba, in place of --operator and the model's options."""
     learning_rate: Annotated[float, RATE] = 3e-3
@@ -76,7 +78,7 @@ def defaults(words: Sequence[str]) -> Train | None:
     if named is None:
         return None
     name, preset = named
-    operator = presets.given(words, "--operator") or next(iter(preset.models.values()))
+    operator = preset.layers_of(presets.given(words, "--operator") or next(iter(preset.models)))
     return Train(
         preset=name,
         operator=operator,
@@ -109,7 +111,10 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
     Raises: ArgumentError when a model by name comes with options of the model.
     """
     if options.model_preset is None:
-        return options.model.config(task, layers_of(options.operator, options.model.layers))
+        operator = options.operator
+        if options.preset is not None:
+            operator = presets.find(options.preset, "train").layers_of(operator)
+        return options.model.config(task, layers_of(operator, options.model.layers))
     plain = defaults(() if options.preset is None else (presets.OPTION, options.preset)) or Train()
     if (options.operator, options.model) != (plain.operator, plain.model):
         raise ArgumentError(
@@ -149,7 +154,7 @@ def _train(options: Train, command: str, processes: Processes) -> int:
     if processes.whole_files:  # otherwise each process takes its part
         model.to(device(options.device))
     folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
-    label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
+    label = options.model_preset or (style.label(shape.layers[0]) if len(set(shape.layers)) == 1 else options.operator)
     heading = (
         f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
         f"files in {folder}"
