@@ -22,4 +22,9 @@ def mapped(x: Tensor | None) -> bool:
     return x is not None and active() and torch._C._functorch.is_batchedtensor(x)  # type: ignore[attr-defined]
 
 
-__all__ = ["active", "forward", "mapped"]
+def refusal() -> str | None:
+    """Why a kernel without rules for these transforms does not run, or None."""
+    return "a call that is transformed needs operations of torch" if active() else None
+
+
+__all__ = ["active", "forward", "mapped", "refusal"]

@@ -73,7 +73,7 @@ def test_a_memory_is_gone_on_from(capsys):
         ("--shape 1,8,64", "four whole numbers"),
         ("--operator skko --shape 1,8,64,64", "unknown operator 'skko'. Did you mean 'sko'?"),
         ("--shape 1,8,64,64 --kv-heads 3", "multiple"),
-        ("--shape 1,8,64,64 --device tpu", "cpu, cuda or cuda:NUMBER was required"),
+        ("--shape 1,8,64,64 --device tpu", "'tpu' is not a device"),
         ("--shape 1,8,64,64 --memory -4", "explain: --memory must be from 0"),
     ],
 )

@@ -238,7 +238,7 @@ def test_low_precision_computes_in_single(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(("target", "wrong"), [
     ("zonal.features.symmetric._square_vjp", lambda x, g: torch.zeros_like(x)),
-    ("zonal.execution.paths.scan._decay_gradient", lambda *a: torch.zeros_like(a[1])),
+    ("zonal.execution.paths.scan._decay_gradient", lambda scan, *a: torch.zeros_like(scan.v[..., 0]).double()),
     ("zonal.execution.paths.blocks.carried", lambda parts, first: parts.cumsum(2)),
 ])  # fmt: skip
 def test_the_suite_can_fail(target: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,9 @@ import torch
 
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.evaluation.ridge_diagnostics import diagnose
 from zonal.memory import Memory
 from zonal.nn import Attention
-from zonal.nn.diagnostics import of_layer, of_memory
+from zonal.nn.diagnostics import diagnose, of_layer, of_memory
 
 
 def draw(*shape, seed=0):

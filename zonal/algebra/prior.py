@@ -422,6 +422,11 @@ def relation(
     return (place >= found.lo[:, None]) & (place < found.hi[:, None])
 
 
+def composed(later: Tensor, earlier: Tensor) -> Tensor:
+    """The boolean product of two relations (..., T, T), by counts of paths, which are exact below 2^24."""
+    return (later.float() @ earlier.float()) > 0
+
+
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
     if cu_seqlens.dtype not in _WHOLE or cu_seqlens.device.type == "meta":
@@ -455,6 +460,7 @@ __all__ = [
     "Rule",
     "Visibility",
     "Window",
+    "composed",
     "intervals_of",
     "relation",
     "visibility",

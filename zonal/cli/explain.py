@@ -15,12 +15,13 @@ from zonal.cli import explain_model, explain_run, parse
 from zonal.cli.console import ledger_tree, screen, table
 from zonal.cli.explain_model import ModelLook
 from zonal.cli.explain_run import RunLook
-from zonal.cli.options import command_line, device, shown
+from zonal.cli.options import command_line, shown
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
 from zonal.execution.plan import duration
 from zonal.limits import SIZE, TOKENS, Between
 from zonal.report import formats
+from zonal.training.environment import check_device
 
 DESCRIPTION = """\
 Print how an operator would run on a shape: the chosen path and the reason, estimates for every path that can run, why
@@ -96,7 +97,7 @@ def explained(options: Explain) -> Explanation:
         (batch, key_heads, keys, options.value_dim or dim),
         causal=options.causal,
         dtype=getattr(torch, options.dtype),
-        device=device(options.device),
+        device=check_device(options.device),
         gradients=options.gradients,
         key_padding=options.key_padding,
         memory=False if options.memory is None else options.memory,

@@ -17,7 +17,7 @@ from zonal.algebra import Operator, ledger
 from zonal.cli import parse
 from zonal.cli.console import ledger_tree, table
 from zonal.cli.generate import checkpoint_in, codec
-from zonal.cli.options import device, shown
+from zonal.cli.options import shown
 from zonal.errors import ArgumentError
 from zonal.limits import Between
 from zonal.nn import Attention
@@ -25,6 +25,7 @@ from zonal.report import heads as report
 from zonal.report.search import Grid
 from zonal.theory.heads import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.training import load_model
+from zonal.training.environment import check_device
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def looked_at(options: ModelLook, place: str) -> Found:
     assert options.model is not None
     ranks = parse.ranks(options.ranks)
     model, config = load_model(checkpoint_in(options.model, "explain"))
-    model = model.to(device(place))
+    model = model.to(check_device(place))
     if options.layer is not None and not 1 <= options.layer <= len(model.blocks):
         raise ArgumentError(
             f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, "

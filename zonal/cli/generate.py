@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import torch
 
-from zonal.cli.options import device, shown
+from zonal.cli.options import shown
 from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.limits import COUNT, SEED, SHARE, Between
 from zonal.models import CausalLM, Sampler
 from zonal.tasks import masked
 from zonal.training import load_model
+from zonal.training.environment import check_device
 
 DESCRIPTION = """\
 Continue a prompt with a trained model, token by token from its memory. For a model of text the prompt is text;
@@ -146,7 +147,7 @@ def run(options: Generate, command: str) -> int:
         except ImportError as error:
             raise ArgumentError(f"generate: {options.model} is a model of transformers. {error}") from error
         continuing.print_continued(
-            options.model, device(options.device), options.prompt, options.max_new_tokens, options.temperature,
+            options.model, check_device(options.device), options.prompt, options.max_new_tokens, options.temperature,
             options.top_k, options.top_p, options.stop, options.seed,
         )  # fmt: skip
         return 0
@@ -156,7 +157,7 @@ def run(options: Generate, command: str) -> int:
             f"generate: a model that reads from left to right is required, {options.model} is an encoder. "
             "Train one with --task text."
         )
-    model = model.to(device(options.device))
+    model = model.to(check_device(options.device))
     written = codec(config["identity"]["task"], model.config.vocab_size)
     prompt = written.encode(options.prompt)
     if not prompt:

@@ -1,14 +1,11 @@
 """The options that commands share, as frozen values: what is learned, the model, the training, the machine."""
 
 import dataclasses
-import hashlib
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 
 from zonal import tasks
@@ -18,6 +15,7 @@ from zonal.limits import SIZE, STEPS, THREADS, Between
 from zonal.models import ModelConfig
 from zonal.models.config import ModelSettings
 from zonal.training import TrainConfig
+from zonal.training.checkpoint import fingerprint
 from zonal.training.config import TrainSettings
 
 STOPPED = 130
@@ -35,7 +33,7 @@ _KINDS = {
 
 
 def shown(metavar: str, default: str) -> Any:
-    """How --help shows an option: what stands for its value, and what is said of its default."""
+    """How --help shows an option: the placeholder of its value, and the text about its default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({default})")
 
 
@@ -148,21 +146,6 @@ class RunOptions:
     training: TrainingOptions = dataclasses.field(default_factory=TrainingOptions)
 
 
-def device(name: str) -> torch.device:
-    """The device called ``name``. Raises: ArgumentError when there is no such device here."""
-    kind, _, index = name.partition(":")
-    if name == "cpu":
-        return torch.device("cpu")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise ArgumentError(f"--device: cpu, cuda or cuda:NUMBER was required, got {name!r}.")
-    if int(index or 0) >= torch.cuda.device_count():
-        raise ArgumentError(
-            f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. "
-            "Use --device cpu."
-        )
-    return torch.device(name)
-
-
 def title(task: tasks.Task) -> str:
     """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
     if isinstance(task, tasks.Text):
@@ -174,7 +157,7 @@ def title(task: tasks.Task) -> str:
 
 def folder_of(name: str, identity: Any) -> Path:
     """``runs/<name>-<hash of the settings>``: the same settings find the same folder again."""
-    return Path("runs") / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
+    return Path("runs") / f"{name}-{fingerprint(identity)[:8]}"
 
 
 def command_line(command: str, options: Any) -> str:

@@ -14,7 +14,6 @@ from zonal.cli.options import (
     STOPPED,
     RunOptions,
     TrainingOptions,
-    device,
     folder_of,
     refuse_settings,
     refuse_threads,
@@ -95,7 +94,7 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
         kinds=kinds,
         palette=palette,
         budget_seconds=None if options.budget is None else parse.duration(options.budget),
-        device=str(device(options.device)),
+        device=options.device,
         title=options.title or f"Search: {title(task)}",
         command=command,
     )

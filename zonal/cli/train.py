@@ -10,7 +10,7 @@ from typing import Annotated
 from zonal import tasks
 from zonal.cli import parse, presets
 from zonal.cli.app import MISTAKE
-from zonal.cli.options import STOPPED, ModelOptions, RunOptions, device, folder_of, shown, title
+from zonal.cli.options import STOPPED, ModelOptions, RunOptions, folder_of, shown, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES, RATE, SEED
@@ -18,6 +18,7 @@ from zonal.models import ModelConfig, language_model, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
+from zonal.training.environment import check_device
 from zonal.training.loop import run_identity
 from zonal.training.processes import OneProcess
 from zonal.training.sharded import OtherProcessError, Processes, launched, several_processes
@@ -152,7 +153,7 @@ def _train(options: Train, command: str, processes: Processes) -> int:
         curriculum.check(shape.layers, "train")
     model = language_model(shape, options.seed)
     if processes.whole_files:  # otherwise each process takes its part
-        model.to(device(options.device))
+        model.to(check_device(options.device))
     folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
     label = options.model_preset or (style.label(shape.layers[0]) if len(set(shape.layers)) == 1 else options.operator)
     heading = (

@@ -1,4 +1,4 @@
-"""What a trained model is worth: metrics of one run, and what several seeds say together."""
+"""Metrics of one run, and statistics over several seeds."""
 
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.examination import Marks, examine

@@ -1,4 +1,4 @@
-"""What evidence for an answer is worth: how well it tells apart, and what is risked by answering on it."""
+"""The quality of evidence for answers: how well it separates right from wrong, and the errors of answering by it."""
 
 from collections.abc import Sequence
 

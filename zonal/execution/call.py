@@ -183,11 +183,11 @@ class Call:
         """The call's keys and values, as a memory takes them in."""
         return Tokens(self.k, self.v, self.visibility.key_mask, self.log_decay, self.key_bias)
 
-    def seen(self, queries: int, keys: int, mask: Tensor | None) -> Visibility:
-        """Who sees whom by the call's rules, of other queries and keys. mask: bool (B, S), False = padding."""
+    def seen(self, queries: int, keys: int, mask: Tensor | None, cu_seqlens: Tensor | None = None) -> Visibility:
+        """The visibility of other queries and keys by the rules of the call. mask: bool (B, S), False = padding."""
         return visibility(
             queries, keys, without_bias(self.bound.priors), causal=self.causal, include_self=self.include_self,
-            key_padding_mask=mask,
+            key_padding_mask=mask, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
     def expand(self, x: Tensor) -> Tensor:
@@ -454,10 +454,7 @@ def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) ->
         raw = Raw(call.raw.q[:, :, part], call.raw.k[:, :, part], call.raw.v[:, :, part], call.raw.scale)
     tokens = Prepared(*(x[:, :, part] for x in call.tokens)) if raw is None else None
     mask = call.visibility.key_mask
-    seen = visibility(
-        stop - start, stop - start, without_bias(call.bound.priors), causal=call.causal, include_self=call.include_self,
-        key_padding_mask=None if mask is None else mask[:, part], cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, part], cu_seqlens)
     decay, key_bias = cut(call.log_decay), cut(call.key_bias)
     shared = None if call.shared is None else (call.shared[0][:, :, part], call.shared[1][:, :, part])
     return replace(

@@ -11,7 +11,7 @@ from zonal.execution.call import Call, check_memory, checked, lowered, prepare, 
 from zonal.execution.mask import log_decay_of
 from zonal.execution.numbers import check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import Steps, compiled_steps, first_step, streaming
-from zonal.memory import Decoder, Memory, Tokens
+from zonal.memory import Decoder, Memory
 from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.drifting import tokens_within, warn_of_drift
 from zonal.memory.incoming import prepared
@@ -94,9 +94,7 @@ class StepDecoder(Decoder):
         else:
             after = memory
         if memory.parts:
-            after = memory.recorded(
-                after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
-            )
+            after = memory.recorded(after, call.new_tokens)
         self._held, self._steps = after, steps
         return y
 

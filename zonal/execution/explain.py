@@ -185,7 +185,7 @@ class Explanation:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes as text, such as 1.5 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.0f} {unit}" if count >= 100 * scale else f"{count / scale:.3g} {unit}"

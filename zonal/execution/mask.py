@@ -38,37 +38,9 @@ def marginals_of(
 
     Raises: ArgumentError for masses that an operator has no use for, that do not fit, or that no plan can have.
     """
+    _check_masses(operator, masses, shape, device)
     batch, heads, kv_heads, queries, keys = shape
     query_mass, key_mass, start = masses
-    check_tensors("attention", {"query_mass": query_mass, "key_mass": key_mass}, device, optional=True)
-    if start is not None and not isinstance(start, Potentials):
-        raise ArgumentError(
-            f"attention: start must be what zonal.potentials returns, or None, received {type(start).__name__}."
-        )
-    given = {"query_mass": (query_mass, (batch, heads, queries)), "key_mass": (key_mass, (batch, kv_heads, keys))}
-    for name, (mass, fits) in given.items():
-        if mass is None:
-            continue
-        if operator.anchor.family != "plan":
-            raise ArgumentError(
-                f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor "
-                f"{type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
-            )
-        if tuple(mass.shape) != fits or not mass.is_floating_point():
-            raise ArgumentError(
-                f"attention: {name} must be floating point of shape {fits}, received {mass.dtype} of shape "
-                f"{tuple(mass.shape)}."
-            )
-        if mass.device.type != "meta" and not bool((torch.isfinite(mass) & (mass >= 0)).all()):
-            raise ArgumentError(
-                f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; "
-                f"received values from {float(mass.min()):g} to {float(mass.max()):g}."
-            )
-    if start is not None and operator.anchor.family != "plan":
-        raise ArgumentError(
-            f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor "
-            f"{type(operator.anchor).__name__}. Leave it out."
-        )
     if not operator.anchor.couples:
         return None
     if operator.anchor.family == "tree" and (queries != keys or seen.packed):
@@ -115,15 +87,54 @@ def marginals_of(
         there = (mass > 0) & both[..., where]
         share = torch.where(there, mass, 1) / torch.where(both, total, 1)[..., where]
         found.append(torch.where(there, share.log(), ABSENT))
-    for name, potential, like in (
-        (("query", start.query, found[0]), ("key", start.key, found[1])) if start is not None else ()
-    ):
-        if potential.shape != like.shape or not bool(torch.isfinite(potential).all()):
+    return Marginals(found[0], found[1], start)
+
+
+def _check_masses(
+    operator: Operator, masses: Masses, shape: tuple[int, int, int, int, int], device: torch.device
+) -> None:
+    """Raise ArgumentError for masses and potentials that the operator does not take, or whose shape or values do not
+    fit.
+    """
+    batch, heads, kv_heads, queries, keys = shape
+    query_mass, key_mass, start = masses
+    check_tensors("attention", {"query_mass": query_mass, "key_mass": key_mass}, device, optional=True)
+    given = {"query_mass": (query_mass, (batch, heads, queries)), "key_mass": (key_mass, (batch, kv_heads, keys))}
+    for name, (mass, fits) in given.items():
+        if mass is None:
+            continue
+        if operator.anchor.family != "plan":
             raise ArgumentError(
-                f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, "
+                f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor "
+                f"{type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
+            )
+        if tuple(mass.shape) != fits or not mass.is_floating_point():
+            raise ArgumentError(
+                f"attention: {name} must be floating point of shape {fits}, received {mass.dtype} of shape "
+                f"{tuple(mass.shape)}."
+            )
+        if mass.device.type != "meta" and not bool((torch.isfinite(mass) & (mass >= 0)).all()):
+            raise ArgumentError(
+                f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; "
+                f"received values from {float(mass.min()):g} to {float(mass.max()):g}."
+            )
+    if start is None:
+        return
+    if not isinstance(start, Potentials):
+        raise ArgumentError(
+            f"attention: start must be what zonal.potentials returns, or None, received {type(start).__name__}."
+        )
+    if operator.anchor.family != "plan":
+        raise ArgumentError(
+            f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor "
+            f"{type(operator.anchor).__name__}. Leave it out."
+        )
+    for name, potential, tokens in (("query", start.query, queries), ("key", start.key, keys)):
+        if potential.shape != (batch, heads, tokens) or not bool(torch.isfinite(potential).all()):
+            raise ArgumentError(
+                f"attention: start.{name} must be finite potentials of shape {(batch, heads, tokens)}, "
                 f"received shape {tuple(potential.shape)}. Leave start out to begin at zero."
             )
-    return Marginals(found[0], found[1], start)
 
 
 def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -195,7 +195,7 @@ def _times(ratio: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """A duration as text, such as 3.2 ms."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)

@@ -86,7 +86,7 @@ def _keys(call: Call) -> str | None:
     )
 
 
-def _weights(call: Call, path: str) -> str | None:
+def _dropout(call: Call, path: str) -> str | None:
     """Why a path cannot set weights of a call to zero (dropout), or None."""
     if not call.dropout or path == "dense":
         return None
@@ -160,7 +160,7 @@ def _distances(call: Call) -> str | None:
 
 
 def _torch_tiles(call: Call) -> str | None:
-    return "torch's tiles do not know the transforms of torch.func" if torch_func.active() else None
+    return _untransformed("torch's tiles do not know the transforms of torch.func")
 
 
 def _constant(call: Call) -> str | None:
@@ -271,7 +271,7 @@ class Asked(NamedTuple):
 def asked(call: Call, path: str | None = None) -> Asked:
     """Ask every path (or one), and every route of those that can run the call, once."""
     asked_for = PATHS if path is None else (path,)
-    reasons = {name: _weights(call, name) or _tangents(name) or PATHS[name](call) for name in asked_for}
+    reasons = {name: _dropout(call, name) or _tangents(name) or PATHS[name](call) for name in asked_for}
     routes: list[Route] = []
     without: dict[Route, str] = {}
     family, cuda = call.tags.family, call.device.type == "cuda"

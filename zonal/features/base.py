@@ -58,9 +58,8 @@ class Source:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def generator(self, name: str) -> torch.Generator:
-        """Seeded by SHA-256 of (seed, qualified name)."""
-        digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()
-        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        """The generator of ``stream``."""
+        return stream(self.seed, f"{self.prefix}{name}")
 
     def normal(self, name: str, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator(name), dtype=torch.float64)
@@ -223,6 +222,12 @@ def _check_sizes(call: str, dim: int, heads: int) -> None:
     )
 
 
+def stream(seed: int, name: str) -> torch.Generator:
+    """A generator seeded by SHA-256 of (seed, qualified name), so equal on every machine."""
+    digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 def part(buffers: Buffers, prefix: str) -> dict[str, Tensor]:
     """The buffers of a part that were stored under ``prefix_``."""
     return {name.removeprefix(f"{prefix}_"): value for name, value in buffers.items() if name.startswith(f"{prefix}_")}
@@ -240,4 +245,4 @@ def repeat_heads(buffers: Buffers, groups: int) -> dict[str, Tensor]:
     }
 
 
-__all__ = ["NONE", "Buffers", "Claim", "FeatureMap", "Side", "Source", "part", "repeat_heads", "under"]
+__all__ = ["NONE", "Buffers", "Claim", "FeatureMap", "Side", "Source", "part", "repeat_heads", "stream", "under"]

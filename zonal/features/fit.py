@@ -21,19 +21,19 @@ class SquareFit(NamedTuple):
     error: float
 
 
-def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
+def uniform_angles(dim: int) -> tuple[Tensor, Tensor]:
     """Nodes x and weights of E f(u . v) for u, v independent and uniform on the sphere in R^dim, dim >= 2.
 
-    Both are (points,) in float64. The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, which
+    Both are in float64. The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, which
     is smooth enough for equal steps in theta.
     """
     require(dim >= 2, f"uniform_angles: dim must be >= 2, received {dim}.")
-    theta = (torch.arange(points, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / points)
+    theta = (torch.arange(_ANGLES, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / _ANGLES)
     weight = theta.sin() ** (dim - 2)
     return theta.cos(), weight / weight.sum()
 
 
-def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) -> tuple[Tensor, Tensor]:
+def histogram(angles: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Nodes and weights of a weighted sample of q . k in [-1, 1].
 
     Bins have equal width, and each node is the mean of the sample in its bin.
@@ -51,8 +51,8 @@ def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) 
         bool((share.isfinite() & (share >= 0)).all()) and float(share.sum()) > 0,
         "fit_square: weights must be finite, >= 0 and not all 0.",
     )
-    place = ((x + 1) * (bins / 2)).long().clamp_max(bins - 1)
-    mass = torch.zeros(bins, dtype=torch.float64, device=x.device).index_add_(0, place, share)
+    place = ((x + 1) * (_BINS / 2)).long().clamp_max(_BINS - 1)
+    mass = torch.zeros(_BINS, dtype=torch.float64, device=x.device).index_add_(0, place, share)
     total = torch.zeros_like(mass).index_add_(0, place, share * x)
     full = mass > 0
     return (total[full] / mass[full]).cpu(), (mass[full] / mass.sum()).cpu()

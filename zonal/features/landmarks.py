@@ -16,16 +16,17 @@ from zonal.formula import Activation
 
 Choice = Literal["random", "orthogonal", "kmeans"]
 _SQUARE = SquaredAffine(bias=0.0)
+_ROUNDS = 25  # of k-means
 
 
-def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = 25) -> Tensor:
+def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Cluster centres of ``points`` (N, d) by cosine: (count, d) unit vectors.
 
     A centre without points moves to the point that is farthest from its own centre.
     """
     unit = torch.nn.functional.normalize(points, dim=-1)
     centres = unit[torch.randperm(len(unit), generator=generator)[:count]]
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         nearest = (unit @ centres.T).max(-1)
         total = torch.zeros_like(centres).index_add_(0, nearest.indices, unit)
         empty = torch.bincount(nearest.indices, minlength=count) == 0

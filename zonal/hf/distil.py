@@ -129,10 +129,6 @@ class Transfer:
         AttentionInterface.register(_TRANSFER, self._attend)
         AttentionMaskInterface.register(_TRANSFER, padding)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What is learned, by name."""
-        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-
     def losses(self, tokens: Tensor) -> dict[str, Any]:
         """The relative squared error of each layer's output, None for a layer that keeps its sliding window; its
         gradients are in the parameters.
@@ -177,10 +173,6 @@ class Distillation:
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in learned)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What is learned, by name."""
-        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-
     def losses(self, tokens: Tensor) -> dict[str, Any]:
         """Nats a token by which the predictions differ; their gradients are in the parameters."""
         with torch.no_grad():
@@ -209,7 +201,7 @@ def learn(
 
     Raises: FileFormatError for a file of another conversion, ArgumentError for a loss that is not finite.
     """
-    named = task.parameters()
+    named = {name: value for name, value in task.model.named_parameters() if value.requires_grad}
     if not named:
         return
     optimiser = torch.optim.AdamW(named.values(), lr=stage.rate, betas=(0.9, 0.95), weight_decay=0.0)

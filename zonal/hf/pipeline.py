@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who looks on: ``say`` prints a line, ``show`` draws an update, ``interrupted`` asks to stop."""
+    """Callbacks: ``say`` prints a line, ``show`` draws an update, ``interrupted`` returns True to stop."""
 
     say: Callable[[str], Any] = print
     show: Callable[[Update], Any] = lambda update: None
@@ -171,7 +171,7 @@ class _Conversion:
         return Stage(steps, rate, None if seconds is None else seconds / 2, halved)
 
     def trained(self, task: Transfer | Distillation, stage: Stage) -> bool:
-        """Train; False if the conversion is to stop, also where the wish came before the first step."""
+        """Train. False if a stop was requested, even before the first step."""
         settings, told = self.settings, []
         for update in learn(
             task, stage, self.text, length=settings.length, seed=settings.seed,

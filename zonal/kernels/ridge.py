@@ -161,7 +161,7 @@ def _places_of(inputs: RidgeInputs) -> Places:
 
 
 def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
-    """``read`` for whom the inputs' lo, hi and masks say."""
+    """``read`` with the visibility that lo, hi and the masks of the inputs give."""
     return read(inputs, _places_of(inputs), spec)
 
 

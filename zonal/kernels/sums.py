@@ -199,7 +199,7 @@ def product_tables(left: int, nodes: int, dim: int) -> Tables:
 
 
 class Places(NamedTuple):
-    """Who sees whom, as the kernel reads it: int32, contiguous.
+    """Which keys each query sees, in the format of the kernel: int32, contiguous.
 
     index (B or 1, S): the real keys in order, then the others; present (B or 1,): how many are real.
     lo, hi (B or 1, T): the places in ``index`` that each query sees, hi >= lo.
@@ -280,7 +280,7 @@ def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
 
 
 def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
-    """``sums`` for whom the inputs' lo, hi and masks say."""
+    """``summed`` with the visibility that lo, hi and the masks of the inputs give."""
     return summed(inputs, _places_of(inputs), spec)
 
 

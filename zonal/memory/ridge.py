@@ -97,7 +97,7 @@ def spanned(q: Tensor, bound: Bound, inverse: Tensor, level: Tensor) -> Tensor:
 
 
 def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
-    """What holds of query heads (H,), for rows that stand by key head, group and query: (Hkv, G T, 1)."""
+    """Numbers per query head (H,) -> per row (Hkv, G T, 1), rows ordered by key head, group and query."""
     return which.view(-1, groups).repeat_interleave(queries, 1).unsqueeze(-1)
 
 

@@ -18,7 +18,7 @@ from zonal.execution.mask import Masses
 from zonal.execution.paths import dense
 from zonal.memory import Criterion, KeyValues, Memory, Reading
 from zonal.memory.weights import weighed, weighs_keys
-from zonal.nn import crossing, requirements
+from zonal.nn import requirements
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
@@ -313,7 +313,7 @@ class Attention(TokenMixer):
 
     def _check_context(self) -> None:
         """Raise ArgumentError for a layer that cannot read a context."""
-        reason = crossing.refusal(
+        reason = requirements.context_refusal(
             self.operator, rotary=self.rotary is not None, conv=self.convolution is not None,
             same_size=self.context_dim in (None, self.dim),
         )  # fmt: skip

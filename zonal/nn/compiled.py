@@ -30,7 +30,7 @@ def refusal(*tensors: Tensor | None) -> Reason:
 def _unfit(given: list[Tensor]) -> Reason:
     if any(x.dtype != torch.float32 or x.device != given[0].device for x in given):
         return "the kernel is for float32, on one device"
-    return "a call that is transformed needs operations of torch" if torch_func.active() else None
+    return torch_func.refusal()
 
 
 __all__ = ["refusal"]

@@ -5,10 +5,11 @@ a comparison of operators starts from one point.
 """
 
 import dataclasses
-import hashlib
 
 import torch
 from torch import Tensor
+
+from zonal.features.base import stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +33,8 @@ class Draws:
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
 
     def generator(self, name: str) -> torch.Generator | None:
-        """The generator of parameter ``name``: seeded by SHA-256 of (seed, qualified name), so equal on every
-        machine.
-        """
-        if self.seed is None:
-            return None
-        digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()
-        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        """The generator of parameter ``name`` (``features.base.stream``), or None without a seed."""
+        return None if self.seed is None else stream(self.seed, f"{self.prefix}{name}")
 
     def whole(self, name: str) -> int:
         """An integer from the stream of ``name``, to seed another generator."""

@@ -284,7 +284,7 @@ class LayerMemory:
         return start if self.padding is None else start - self.padding
 
     def _mark(self) -> dict[str, Tensor]:
-        """How the layer stands: what ``_marked`` goes back to."""
+        """The state of the layer, which ``_marked`` restores."""
         tail = {} if self.tail is None else {"tail": self.tail}
         carried = {f"carried.{name}": value for name, value in self.carried.items()}
         reached = self.reached()
@@ -326,7 +326,7 @@ def placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
 
 
 def _marked(memory: Memory, mark: Mapping[str, Tensor], reached: Tensor) -> LayerMemory:
-    """The layer as it stood at a mark."""
+    """The layer in the state that ``_mark`` saved."""
     carried = {name.removeprefix("carried."): value for name, value in mark.items() if name.startswith("carried.")}
     return placed(LayerMemory(memory, mark.get("tail"), carried=carried), reached)
 

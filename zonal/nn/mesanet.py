@@ -12,6 +12,7 @@ from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
 from zonal.nn.fast_weights import FastWeights, Mixed, Step
 from zonal.nn.initialise import Draws
+from zonal.nn.norm import accumulation_dtype
 from zonal.nn.solvers import conjugate_gradients, solution
 
 
@@ -86,9 +87,7 @@ class MesaNet(FastWeights):
 
     def ridge(self) -> Tensor:
         """Λ (H, N), in float32 or better."""
-        return self.ridge_floor + F.softplus(
-            self.raw_ridge.float() if self.raw_ridge.dtype != torch.float64 else self.raw_ridge
-        )
+        return self.ridge_floor + F.softplus(self.raw_ridge.to(accumulation_dtype(self.raw_ridge.dtype)))
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zonal.algebra.named import in_use
 from zonal.algebra.operator import Operator
-from zonal.algebra.prior import Decay, relation
+from zonal.algebra.prior import Decay, composed, relation
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.memory import Criterion, Decoder, Memory, Reading
@@ -206,8 +206,8 @@ class TokenMixer(nn.Module, abc.ABC):
         if self.convolution is not None:
             chart = past & ~past.tril(-self.convolution.width)
         if operator.score.deaths:
-            chart = chart | _through(past, chart)
-        return _through(seen | itself, chart)
+            chart = chart | composed(past, chart)
+        return composed(seen | itself, chart)
 
     def memory_bytes(self, length: int) -> int:
         """Bytes of the memory of one sequence after ``length`` tokens without padding."""
@@ -332,11 +332,6 @@ class TokenMixer(nn.Module, abc.ABC):
 def real(x: Tensor, key_padding_mask: Tensor) -> Tensor:
     """x with zeros for padding: whatever it held, NaN included, is then in no product, here or in the gradients."""
     return x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
-
-
-def _through(later: Tensor, earlier: Tensor) -> Tensor:
-    """What is read by way of two relations, bool (T, T): the boolean product, by counts of ways."""
-    return (later.float() @ earlier.float()) > 0
 
 
 __all__ = ["Inputs", "TokenMixer", "real"]

@@ -123,7 +123,7 @@ def _pairs(totals: Mapping[Any, Spread]) -> dict[str, Any]:
     }
 
 
-def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _kernel_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Φ(x) by layer and head of the first seed, with the curve before training where the run kept it."""
     first = _first(runs, lambda run: bool(run.learned))
     if first is None:
@@ -191,7 +191,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "metric": value and {"mean": formats.short(value.mean, 5), "sd": formats.short(value.deviation, 5)},
         "speed": row.tokens_per_second and formats.short(row.tokens_per_second.mean, 5),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
-        "kernels": _kernel_panels(row, runs),
+        "kernels": _kernel_panels(runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
         "geometry": _geometry(runs),
         "embeddings": key_embeddings.payload(placed.key_embeddings, placed.seed)
@@ -214,12 +214,13 @@ def payload(
     }
 
 
-def strip(row: Row, metric: str, low: float, high: float, width: int = 132, height: int = 22) -> str:
+def strip(row: Row, metric: str, low: float, high: float) -> str:
     """A small inline drawing: one dot a seed and a bar at the mean, on a scale shared by the whole column."""
     values = [value for run in row.runs if run.final is not None and (value := run.final.value(metric)) is not None]
     if not values:
         return ""
-    margin, middle = 6.0, height / 2
+    width, height, margin = 132, 22, 6.0
+    middle = height / 2
 
     def place(value: float) -> float:
         return width / 2 if high == low else margin + (value - low) / (high - low) * (width - 2 * margin)

@@ -115,8 +115,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Guess:
-    """The headline number of who has not learned the task. trained: (slice, its values) that were trained, where an
-    evaluation holds more.
+    """The headline metric of a model that has not learned the task. trained: (slice, its values) that were trained, if
+    evaluations also have others.
     """
 
     value: float
@@ -134,7 +134,6 @@ class ComparisonData:
     command: str
     created: str = ""
     task: Mapping[str, Any]
-    task_description: str = ""
     model: Mapping[str, Any]
     training: Mapping[str, Any]
     operators: tuple[str, ...]

@@ -111,7 +111,7 @@ def _signed(value: float) -> str:
 
 
 def headline(found: Mapping[str, Any]) -> list[str]:
-    """What came of it, in a sentence or two."""
+    """The result of the search in one or two sentences."""
     regimes, rounds = found["regimes"], found["rounds"]
     accepted = sum(each["accepted"] for each in rounds)
     walk = (

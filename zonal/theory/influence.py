@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require, require_whole
-from zonal.algebra.prior import Prior, relation
+from zonal.algebra.prior import Prior, composed, relation
 
 Layer = Tensor | Prior | tuple[Prior, ...]
 
@@ -48,7 +48,7 @@ def reach(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
     """
     found, *later = _relations(layers, tokens)
     for each in later:
-        found = _after(each, found)
+        found = composed(each, found)
     return found
 
 
@@ -65,7 +65,7 @@ def depth(layers: Layer | Sequence[Layer], tokens: int | None = None) -> Tensor:
     found = torch.where(seen, 0, NEVER)
     count = 0
     while repeated or count < len(relations):
-        seen, before = _after(relations[0 if repeated else count], seen), seen
+        seen, before = composed(relations[0 if repeated else count], seen), seen
         count += 1
         fresh = seen & ~before
         if repeated and not bool(fresh.any()):
@@ -135,11 +135,6 @@ def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tens
     return [
         *torch.broadcast_tensors(*(layer | torch.eye(size, dtype=torch.bool, device=layer.device) for layer in found))
     ]
-
-
-def _after(later: Tensor, before: Tensor) -> Tensor:
-    """The boolean product, by counts of paths, which are exact below 2^24."""
-    return (later.float() @ before.float()) > 0
 
 
 __all__ = ["NEVER", "depth", "reach", "support", "visible"]

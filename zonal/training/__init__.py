@@ -1,4 +1,4 @@
-"""Training: one run that survives being killed, and comparisons of operators made of such runs."""
+"""Training: resumable runs, and comparisons of operators."""
 
 from zonal.training.checkpoint import load_model
 from zonal.training.compare import Comparison, ComparisonResult

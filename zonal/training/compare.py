@@ -36,7 +36,7 @@ from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_compariso
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Where a comparison stands.
+    """The state of a comparison.
 
     status: "done" (every run finished), "failed" (some failed, none is left to run) or "stopped" (some are left).
     runs: the records of all runs that are known, in the order of the plan. best_learning_rates: of each operator.
@@ -134,7 +134,7 @@ class Comparison:
                 stored, since sums depend on it.
             retry_failed: run failed runs again, from their last good checkpoint.
 
-        Returns: where the comparison stands. One run that fails does not stop the others.
+        Returns: the state of the comparison. One run that fails does not stop the others.
 
         Raises: FileWriteError when the disk is full or the folder cannot be written. ArgumentError when an operator
         cannot run in this model, the budget is too small, or another process works in the folder.
@@ -192,7 +192,7 @@ class Comparison:
             yield self._unmeasured(records) + self._screened(records)
 
     def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
-        """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
+        """Start or resume one run. A failure is recorded in its run.json and ends only this run.
 
         Measurements at the end may take longer than training. Where several rates are tried, a run is measured only
         once its rate is known to be the best of its operator.
@@ -233,7 +233,7 @@ class Comparison:
     def _make_plan(
         self, emit: events.Listener, stop: Callable[[], bool], jobs: int, threads: int | None, started: float
     ) -> bool:
-        """Measure, decide, and write comparison.json; False when a stop was wished before that."""
+        """Time the operators, fix the number of steps, and write comparison.json. False: a stop was requested first."""
         spec = self.spec
         self.threads = threads_each(jobs) if threads is None else threads
         timings: dict[str, Timing] = {}

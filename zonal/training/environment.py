@@ -26,6 +26,7 @@ from zonal.execution import machine
 from zonal.kernels import choice
 
 MOST_THREADS = 1024
+_PATIENCE = 60.0  # seconds that a run which was given up as lost may take to end
 
 Done = TypeVar("Done")
 
@@ -118,12 +119,13 @@ def folder_lock(folder: Path, *, wait: float = 0.0, call: str = "train") -> Iter
         os.close(handle)
 
 
-def when_free(work: Callable[[], Done], wait: float = 60.0) -> Done:
-    """What ``work`` gives, once no other process holds its folder: one that was given up as lost may still be ending.
+def when_free(work: Callable[[], Done]) -> Done:
+    """The result of ``work``, tried again while another process holds its folder. A task that was given up as lost may
+    still be ending.
 
-    Raises: FolderInUseError after ``wait`` seconds.
+    Raises: FolderInUseError after a minute.
     """
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + _PATIENCE
     while True:
         try:
             return work()
@@ -134,8 +136,8 @@ def when_free(work: Callable[[], Done], wait: float = 60.0) -> Done:
 
 
 def _refuse_links(folder: Path, call: str) -> None:
-    """What is written to a file that is a link would replace something outside of the folder; a folder that is one
-    leads nowhere by surprise.
+    """Raise ArgumentError for a file that is a symbolic link: writing to it would change a file outside the folder.
+    Linked folders are allowed.
     """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
@@ -153,25 +155,25 @@ def remove_parts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C (or SIGTERM) into a wish: the yielded function then returns True, and the loop stops after
-    the step it is in, with a checkpoint. A second one interrupts at once. Outside the main thread signals are left
-    alone.
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop: the yielded function then returns True, and the loop
+    stops after the current step, with a checkpoint. A second one interrupts at once. Outside the main thread signals
+    are not touched.
     """
-    wished = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield wished.is_set
+        yield requested.is_set
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def wish(number: int, frame: Any) -> None:
-        wished.set()
+    def request(number: int, frame: Any) -> None:
+        requested.set()
         for each, handler in previous.items():
             signal.signal(each, handler)
 
     try:
         for number in previous:
-            signal.signal(number, wish)
-        yield wished.is_set
+            signal.signal(number, request)
+        yield requested.is_set
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -25,7 +25,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. Measured
+    """The plan is made: ``runs`` runs of ``steps`` updates each, of which ``remaining`` are not finished. Measured
     seconds of an update and of an evaluation, by operator.
     """
 
@@ -112,9 +112,8 @@ class RunFinished:
 
 @dataclass(frozen=True)
 class RungStarted:
-    """``regimes`` of a search begin to be trained for ``steps`` updates each, in ``round`` (0: the start) of at most
-    ``rounds``; the search stands at ``current``. ``share``: the part of the most work that there may be which lies
-    behind.
+    """A search starts to train ``regimes`` for ``steps`` updates each, in ``round`` (0: the start) of at most
+    ``rounds``. ``current``: the accepted regime. ``share``: the share of the largest possible work that is done.
     """
 
     round: int
@@ -127,8 +126,8 @@ class RungStarted:
 
 @dataclass(frozen=True)
 class Judged:
-    """A round of a search is over: whether it goes to ``regime``, whose measure differs by ``effort`` (less is better)
-    from where it stands.
+    """A round of a search is over. ``accepted``: whether the search moves to ``regime``. ``effort``: its measure minus
+    that of the current regime (less is better).
     """
 
     round: int
@@ -139,7 +138,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class ComparisonFinished:
-    """Nothing more will happen: how many runs stand in which state, and the chosen learning rate of each operator."""
+    """The last event: the number of runs in each state, and the chosen learning rate of each operator."""
 
     status: str
     done: int
@@ -169,7 +168,7 @@ _KINDS = {
 
 
 def ignore(event: Event) -> None:
-    """The listener of nobody."""
+    """A listener that does nothing."""
 
 
 def to_json(event: Event) -> dict[str, Any]:

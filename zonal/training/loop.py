@@ -1,8 +1,8 @@
 """One run: a model, a task, a configuration and a folder. Killed at any moment and started again, it writes the same
 numbers.
 
-The loop looks at the state, never at what it did before: evaluate if this step is due and not yet evaluated, stop if
-that is wished or the last step is done, write a checkpoint if one is due, else make an update. A checkpoint can be
+The loop looks at the state, never at what it did before: evaluate if this step is due and not yet evaluated, stop on
+request or after the last step, write a checkpoint if one is due, else make an update. A checkpoint can be
 taken at any turn and the run goes on from it in the same way.
 
 Times: ``seconds`` in metrics.jsonl and run.json count training alone (data, update, logging), without evaluation and
@@ -77,7 +77,7 @@ def train(
         measure_end: measure the finished run on what the task has beside its evaluation set (``transfer_batches``,
             ``examine``). False leaves that to a later call, since it may take longer than training.
 
-    Returns: what run.json holds. A run that is finished, and measured if that is wished, is returned as it is.
+    Returns: what run.json holds. A run that is finished (and measured, with measure_end) is returned as it is.
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
@@ -314,7 +314,7 @@ class _Run:
         )
 
     def _evaluate(self) -> bool:
-        """Evaluate this step; False when it was broken off by a wish to stop."""
+        """Evaluate this step. False if a stop was requested meanwhile."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
         with evaluating(self.model), autocast(self.device, config.dtype):
@@ -336,13 +336,13 @@ class _Run:
         return True
 
     def _measured(self) -> dict[str, Any] | None:
-        """The metrics of an evaluation, with those of a finished run at its end; None when it was broken off by a wish
-        to stop.
+        """The metrics of an evaluation; at the end of a run also those of ``_measured_at_end``. None if a stop was
+        requested meanwhile.
         """
         config, step, size = self.config, self.progress.step, self.config.evaluation_batch_size
         predictor = self.processes.predictor(self.model)
         total = Accumulator(self.task.bytes_per_token)
-        for batch in self._heeding(self.task.evaluation_batches(size)):
+        for batch in self._until_stopped(self.task.evaluation_batches(size)):
             if batch is None:
                 return None
             accumulate(predictor, batch, total, self.device)
@@ -357,25 +357,25 @@ class _Run:
         return None if ended is None else {**metrics, **ended}
 
     def _measured_at_end(self) -> dict[str, Any] | None:
-        """What a finished run is measured on beside the evaluation set; None when it was broken off by a wish to
-        stop.
+        """The metrics that only a finished run gets: transfer batches and the task's own examination. None if a stop
+        was requested meanwhile.
         """
         config, size = self.config, self.config.evaluation_batch_size
         predictor = self.processes.predictor(self.model)
         cells, marks = Cells(), Marks()
-        for batch in self._heeding(self.task.transfer_batches(size)):
+        for batch in self._until_stopped(self.task.transfer_batches(size)):
             if batch is None:
                 return None
             accumulate(predictor, batch, cells.of(batch), self.device, config.transfer_piece)
-        for found in self._heeding(self.task.examine(cast(Examinee, self.model), size)):
+        for found in self._until_stopped(self.task.examine(cast(Examinee, self.model), size)):
             if found is None:
                 return None
             marks.add(found)
         ended = {"transfer": cells.result(), "examined": marks.result()}
         return {name: found for name, found in ended.items() if found}
 
-    def _heeding(self, items: Iterable[T]) -> Iterator[T | None]:
-        """The items, each announced when it is done; None, and no more, once a stop is wished."""
+    def _until_stopped(self, items: Iterable[T]) -> Iterator[T | None]:
+        """Yield the items, and report progress after each. Once a stop is requested, yield None and end."""
         for index, item in enumerate(items):
             if self.should_stop():
                 yield None
@@ -501,7 +501,7 @@ class _Run:
         return self.record
 
     def _add_end(self, threads: int) -> bool:
-        """Measure the finished run at its end, into ``final``; False when that was broken off by a wish to stop."""
+        """Add the metrics of a finished run to ``final``. False if a stop was requested meanwhile."""
         self._announce_start()
         started = time.perf_counter()
         with (

@@ -1,5 +1,5 @@
-"""Several runs at a time, each in a process of its own; the parent only listens, hands out runs, and passes on the wish
-to stop.
+"""Several runs at a time, each in its own process. The parent assigns runs, receives events, and passes on requests to
+stop.
 
 A process that dies (killed for memory, crashed) costs nothing but the updates since the last checkpoint of its run: the
 run is marked stopped with the reason, and the same comparison goes on with it next time. A parent that dies is noticed
@@ -82,7 +82,7 @@ class _Worker:
             self.order("stop")
 
     def cause_of_death(self, log: Path) -> str:
-        """Why the process ended; what it said of it goes to ``log``."""
+        """Why the process ended. Its standard error goes to ``log``."""
         code = self.process.returncode
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"

@@ -60,7 +60,7 @@ class StepPlan:
 
 
 def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Callable[[], bool]) -> Timing | None:
-    """Time ``operator`` on the task of ``spec`` with a model that is thrown away. None when a stop was wished."""
+    """Time ``operator`` on the task of ``spec`` with a model that is thrown away. None if a stop was requested."""
     config = spec.training
     device = torch.device(spec.device)
     started = time.perf_counter()

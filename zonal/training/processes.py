@@ -62,9 +62,9 @@ class OneProcess:
         """Run ``call`` on the process that writes. Where it fails, all processes raise."""
         call()
 
-    def any(self, wish: bool) -> bool:
-        """Whether any process wishes it."""
-        return wish
+    def any(self, here: bool) -> bool:
+        """Whether ``here`` is true on any process."""
+        return here
 
     def warm_up(self, model: LanguageModel, batch: Batch, config: TrainConfig) -> None:
         """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not

@@ -124,8 +124,8 @@ class SeveralProcesses:
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
-    def any(self, wish: bool) -> bool:
-        return bool(self._reduced(torch.tensor(wish, dtype=torch.int32), dist.ReduceOp.MAX))
+    def any(self, here: bool) -> bool:
+        return bool(self._reduced(torch.tensor(here, dtype=torch.int32), dist.ReduceOp.MAX))
 
     def _reduced(self, x: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
         x = x.to(self.device, copy=True)

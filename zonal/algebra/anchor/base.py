@@ -172,16 +172,19 @@ class SumAnchor(Anchor, abstract=True):
         keep_a, keep_b = (a.top - safe).exp(), (b.top - safe).exp()
         return State(a.total * keep_a + b.total * keep_b, a.mass * keep_a + b.mass * keep_b, top)
 
-    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
-        """The factor of each row of K, (B, H, T, 1). With ``log`` its negative logarithm, +inf for empty rows."""
+    def factor(self, state: State, count: Tensor) -> Tensor:
+        """The factor of each row of K, (B, H, T, 1)."""
         raise NotImplementedError(f"{type(self).__name__}.factor")
 
     def finalise(self, state: State, count: Tensor, log: bool) -> tuple[Tensor, Tensor]:
-        """(y, factor) from the whole sum. ``count`` (B or 1, 1, T, 1): visible keys. Empty rows give 0."""
+        """(y, factor of the row) from the whole sum; with ``log`` the factor's negative logarithm, +inf for empty rows.
+
+        ``count`` (B or 1, 1, T, 1): visible keys. Empty rows give 0.
+        """
         if log:
             y = state.total * torch.where(state.mass > 0, 1 / state.mass, 0)
             return y, torch.where(state.mass > 0, state.top + state.mass.log(), float("inf"))
-        factor = self.factor(state, count, log)
+        factor = self.factor(state, count)
         return state.total * factor, factor
 
 
@@ -206,7 +209,7 @@ class Row(SumAnchor):
 
     allow_signed: bool = False
 
-    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+    def factor(self, state: State, count: Tensor) -> Tensor:
         empty = no_sum(state.mass)
         return torch.where(empty, 0, 1 / torch.where(empty, 1, state.mass))
 
@@ -291,7 +294,7 @@ class Count(SumAnchor):
 
     reduces_as = "count"
 
-    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+    def factor(self, state: State, count: Tensor) -> Tensor:
         return torch.where(count > 0, 1 / count.to(state.total.dtype), 0)
 
     def weights(self, blocks: Blocks) -> Tensor:
@@ -314,7 +317,7 @@ class Raw(SumAnchor):
 
     reduces_as = "raw"
 
-    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+    def factor(self, state: State, count: Tensor) -> Tensor:
         return torch.ones_like(state.mass)
 
     def weights(self, blocks: Blocks) -> Tensor:

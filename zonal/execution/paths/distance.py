@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.link import Link, Oscillatory
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
@@ -49,7 +50,7 @@ def unfit(call: Call) -> Reason:
         return tile.other_anchor(call)
     if call.biased:
         return "log priors (decay, ALiBi, key biases) are not in it"
-    return tile.transformed()
+    return torch_func.refusal()
 
 
 def _waves(link: Link) -> int | None:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution.call import Call
@@ -44,7 +45,7 @@ def _unfit(call: Call, remembers: bool) -> Reason:
         return "key biases are not in it"
     if remembers and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    return tile.empty_rows(call) or tile.transformed()
+    return tile.empty_rows(call) or torch_func.refusal()
 
 
 def cuda_refusal(call: Call) -> Reason:

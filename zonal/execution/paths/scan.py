@@ -322,7 +322,7 @@ class _Function(torch.autograd.Function):
                     dq[:, :, queries] = dq_block.view(scan.batch, scan.heads, -1, scan.dim)
         ddecay = None
         if decay is not None and ctx.needs_input_grad[5]:
-            ddecay = _decay_gradient(scan, decay, dy, y, dv, dfinal if job.wanted else None, final)
+            ddecay = _decay_gradient(scan, dy, y, dv, dfinal if job.wanted else None, final)
         dmonomials = None
         if needs_scale:
             if dscale is None:
@@ -341,7 +341,7 @@ class _Function(torch.autograd.Function):
 
 
 def _decay_gradient(
-    scan: _Scan, decay: Tensor, dy: Tensor, y: Tensor, dv: Tensor, dfinal: Tensor | None, final: Tensor | None
+    scan: _Scan, dy: Tensor, y: Tensor, dv: Tensor, dfinal: Tensor | None, final: Tensor | None
 ) -> Tensor:
     """Gradient with respect to each token's log decay, (B, Hkv, S) float64."""
     running = -(scan.v * dv).sum(-1).double()

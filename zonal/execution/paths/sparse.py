@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
@@ -62,7 +63,7 @@ def kernel_refusal(call: Call) -> Reason:
     return FAMILY.refusal(
         call.device.type,
         call.coefficients.dtype,
-        lambda: _factors_refusal(call.bound.score) or tile.empty_rows(call) or tile.transformed() or _traced_reason(),
+        lambda: _factors_refusal(call.bound.score) or tile.empty_rows(call) or torch_func.refusal() or _traced_reason(),
     )
 
 

@@ -150,7 +150,7 @@ def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, ke
 
 
 def places_of(seen: Visibility, keys: int) -> Places:
-    """Who sees whom of the first ``keys``; kept from call to call where it follows from the call's shape."""
+    """Which of the first ``keys`` each query sees. Cached where it follows from the shape of the call."""
     if seen.key_mask is None and seen.rule is not None:
         return _kept_places(seen.rule, keys)
     mask = None if seen.key_mask is None else seen.key_mask[:, :keys]

@@ -42,16 +42,12 @@ def empty_rows(call: Call) -> Reason:
     return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
 
 
-def too_wide(dim: int, value_dim: int, largest: int = LARGEST) -> Reason:
-    """The refusal of keys or values that registers do not hold."""
-    if max(dim, value_dim) <= largest and min(dim, value_dim) >= 1:
+def too_wide(dim: int, value_dim: int, extra: int = 0) -> Reason:
+    """The refusal of keys or values that registers do not hold. extra: numbers that the kernel appends to a key."""
+    if max(dim + extra, value_dim) <= LARGEST and min(dim, value_dim) >= 1:
         return None
-    return f"key and value dimensions must be 1 to {largest}, this call has {dim} and {value_dim}"
-
-
-def transformed() -> Reason:
-    """The refusal of a call under torch.func."""
-    return "a call that is transformed needs operations of torch" if torch_func.active() else None
+    sizes = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
+    return f"key and value dimensions must be {sizes}, this call has {dim} and {value_dim}"
 
 
 def refusal(call: Call) -> Reason:
@@ -83,15 +79,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     reduction = score.dot_reduction
     if reduction is not None and reduction.steep and not torch_func.active():
         return "distances are steep where points are near, and the squares of such points cancel in its float32"
-    extra = 0 if reduction is None else reduction.extra
-    if not extra:
-        return too_wide(*call.shape[4:])
-    if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
-        return (
-            f"key and value dimensions must be 1 to {LARGEST - extra} and 1 to {LARGEST}, "
-            f"this call has {call.shape[4]} and {call.shape[5]}"
-        )
-    return None
+    return too_wide(*call.shape[4:], 0 if reduction is None else reduction.extra)
 
 
 def exponential(code: Formula) -> bool:
@@ -188,5 +176,5 @@ def tiled(call: Call) -> Tensor:
 
 __all__ = [
     "by_head", "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules",
-    "scale_of", "tiled", "too_wide", "transformed", "without_triton",
+    "scale_of", "tiled", "too_wide", "without_triton",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A move that is not made, and who refuses it for what reason."""
+    """A move that is not made, and the reason."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ class Moves:
 
 
 def check_kinds(kinds: Sequence[str], call: str) -> None:
-    """Raise ArgumentError for a kind of move that there is not."""
+    """Raise ArgumentError for an unknown kind of move."""
     for kind in kinds:
         if kind not in KINDS:
             raise unknown_name(call, "kind of move", kind, KINDS)

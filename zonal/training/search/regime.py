@@ -1,8 +1,6 @@
 """A regime: the operator of every layer, and the parameters that a search may move beside it."""
 
 import functools
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from zonal.errors import ArgumentError
 from zonal.mechanisms import spec as specs
 from zonal.models.layers import entry_of, operators_in
 from zonal.report import formats, style
+from zonal.training.checkpoint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Regime:
     def name(self) -> str:
         """Its folder: words for people, and eight letters that no other regime has."""
         words = re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-.")[:48].rstrip("-.")
-        return f"{words}-{hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]}"
+        return f"{words}-{fingerprint(self.to_dict())[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; ``from_dict`` reverses it."""

@@ -43,8 +43,8 @@ class Round:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Where a search stands: "done", or "stopped" by a wish; ``reason`` says what ended it. ``winner``: the best on the
-    last rung.
+    """The result of a search. ``status``: "done", or "stopped" on request. ``reason``: what ended it. ``winner``: the
+    best regime on the last rung.
     """
 
     directory: Path

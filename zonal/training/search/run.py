@@ -35,8 +35,8 @@ from zonal.training.search.result import Outcome, Round, SearchResult
 from zonal.training.search.spec import FILE, SearchSpec, read_search
 
 
-class _Stopped(Exception):  # noqa: N818, a wish is no error
-    """A run was stopped by a wish."""
+class _Stopped(Exception):  # noqa: N818, a request is not an error
+    """A stop was requested during a run."""
 
 
 class Search:
@@ -117,7 +117,7 @@ class Search:
     def train(
         self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None
     ) -> Outcome | None:
-        """Train what is left of a regime on a rung, in this process; None when a stop was wished.
+        """Finish the runs of a regime on a rung, in this process. None if a stop was requested.
 
         Raises: FileWriteError, FolderInUseError; what else refuses a regime is its outcome.
         """
@@ -176,7 +176,7 @@ class _Walk:
         )
 
     def _search(self) -> str:
-        """Walk until something ends it; what that was."""
+        """Run all rounds; returns the reason why the search ended."""
         spec, current = self.spec, self.spec.start
         for steps in spec.steps:
             self._evaluate([current], steps, 0, current)
@@ -219,7 +219,7 @@ class _Walk:
         chance: float,
         number: int,
     ) -> Regime:
-        """Judge the best of a round; where the search stands then."""
+        """Accept or reject the best regime of a round; returns the regime from which the search continues."""
         amount, probability, accepted = None, None, False
         if chosen is not None:
             measured = effort(
@@ -267,7 +267,7 @@ class _Walk:
             for regime in left:
                 if self.stop():
                     raise _Stopped
-                # without a wish of the caller's, Ctrl-C goes to the comparison, which then says that it was stopped
+                # without should_stop, the comparison handles Ctrl-C itself and reports that it was stopped
                 found[regime] = self.search.train(regime, steps, self.emit, self.should_stop)
                 if found[regime] is None:
                     raise _Stopped
@@ -301,7 +301,7 @@ class _Walk:
             self.emit(run.ended(f"{folder}/{planned.name}", skipped=True))
 
     def _most(self) -> int:
-        """Steps a seed that the search makes when no round ends early."""
+        """Training steps per seed if no round ends early."""
         width, total = self.spec.width, 0
         for steps in self.spec.steps:
             total += width * steps
