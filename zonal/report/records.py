@@ -134,6 +134,7 @@ class ComparisonData:
     command: str
     created: str = ""
     task: Mapping[str, Any]
+    task_description: str = ""
     model: Mapping[str, Any]
     training: Mapping[str, Any]
     operators: tuple[str, ...]
