@@ -24,7 +24,7 @@ def mapped(x: Tensor | None) -> bool:
 
 def refusal() -> str | None:
     """Why a kernel without rules for these transforms does not run, or None."""
-    return "a call that is transformed needs operations of torch" if active() else None
+    return "a call that is transformed needs operations of torch" if active() or forward() else None
 
 
 __all__ = ["active", "forward", "mapped", "refusal"]

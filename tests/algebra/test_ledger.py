@@ -546,9 +546,9 @@ def test_checks_can_fail(theorem: str) -> None:
 
 def test_a_part_without_a_ledger_stands_in_it() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Silent(link.Yat):
-        def moves(self) -> tuple[Move, ...]:
-            return ()
+    class Silent(link.Link):
+        def value(self, x: Tensor, c: Tensor) -> Tensor:
+            return 1 + x.square()
 
     text = ledger.text(Operator(score.Cosine(), Silent(), anchor.Row()).moves())
     assert "[link] Silent: it does not say what it assumes" in text

@@ -204,3 +204,27 @@ def test_what_steps_leave_is_what_absorbing_leaves(power: int, known: int) -> No
     assert torch.allclose(
         z.diagonal(dim1=-2, dim2=-1).sum(-1), k[:, :, 0].double().square().sum(-1).clamp(max=1), atol=1e-6
     )
+
+
+def test_a_ridge_that_is_written_through_data_is_seen() -> None:
+    """Writes through .data change no version counter, of a plain tensor in a parameter's place either."""
+    operator = m.ridge().double()
+    k, v, q = unit(draw(1, 1, 9, 4)), draw(1, 1, 9, 3, seed=1), draw(1, 1, 2, 4, seed=2)
+    memory = Memory.empty(operator, 1, 1, 4, 3, torch.float64).absorb(k, v)
+
+    class Read(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operator = operator
+
+        def forward(self) -> Tensor:
+            return memory.read(q)
+
+    (name,) = dict(Read().named_parameters())
+    given = torch.full((1,), -2.0, dtype=torch.float64)
+    for value in (-2.0, 4.0):
+        given.data.fill_(value)
+        found = torch.func.functional_call(Read(), {name: given}, ())
+        operator.learned_parts["anchor_raw_ridge"].data.fill_(value)
+        fresh = Memory.empty(operator, 1, 1, 4, 3, torch.float64).absorb(k, v).read(q)
+        assert torch.allclose(found, fresh, atol=1e-12)

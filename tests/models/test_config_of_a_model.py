@@ -24,7 +24,7 @@ SMALL = {"vocab_size": 17, "dim": 12, "layers": ("softmax", "ska(power=1)"), "he
             "conv": (0, 3),
             "tie_embeddings": False,
         },
-        {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1, "rotary_base": 500.0},
+        {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1, "rotary": True, "rotary_base": 500.0},
     ],
 )
 def test_json_round_trip(options):
@@ -80,6 +80,9 @@ def test_derived_sizes():
         ({"rotary": "yes"}, "True or False"),
         ({"rotary": True, "head_dim": 5}, "even head size, received 5"),
         ({"max_len": 0}, "max_len"),
+        ({"rotary_base": 5e5}, "rotary_base does nothing without rotary=True"),
+        ({"experts": 16}, "experts does nothing without mlp='experts'"),
+        ({"experts_per_token": 4}, "experts_per_token does nothing without mlp='experts'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_field(change, words):

@@ -2,6 +2,9 @@
 users in one batch.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -296,6 +299,17 @@ def test_what_forgetting_an_older_span_of_one_text_means(name: str) -> None:
     assert gap(make(name)) > 1e-4
 
 
+def test_an_older_span_of_mamba_3_is_kept() -> None:
+    """Its last token enters with the first one of the next span."""
+    model, memory = make("mamba3", 1, rotary=False, conv=0), None
+    for i in range(3):
+        memory = model.prefill(text(6, i), memory, span=f"s{i}")[1]
+    assert memory is not None
+    with pytest.raises(ArgumentError, match=r"LayerMemory\.forget: the layer carries .*span 's1'\. Forget the newest"):
+        memory.forget("s1")
+    assert memory.forget("s2").forget("s1").count == 6
+
+
 def test_positions_stay_when_an_older_span_goes() -> None:
     """The tokens after it keep their distance to what follows: the text with a gap, not the text moved together."""
     model = make("softmax", 1, conv=0)
@@ -433,3 +447,14 @@ def test_memories_of_models_and_layers_are_printed_in_one_line_and_move() -> Non
         }
     token = torch.tensor([[3], [4]])
     assert torch.equal(made.prefill(token, memory.to("cpu"))[0], made.prefill(token, memory)[0])
+
+
+def test_copies_of_a_memory_go_on_with_the_same_model() -> None:
+    model = make("mamba2")
+    memory = model.prefill(text(6, 1))[1]
+    copied = copy.deepcopy(memory)
+    assert torch.equal(model.step(text(1, 2), copied)[0], model.step(text(1, 2), memory)[0])
+    with pytest.raises(ArgumentError, match=r"went through pickle.*save\(\) and load_memory\(\)"):
+        model.step(text(1, 2), pickle.loads(pickle.dumps(memory)))
+    with pytest.raises(ArgumentError, match=r"Memory\.to: a device such as 'cpu'.*torch\.float64"):
+        memory.to(torch.float64)  # type: ignore[arg-type]

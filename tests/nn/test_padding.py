@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zonal
+from zonal import mechanisms as m
 from zonal.models import Encoder
 from zonal.nn import Attention, GatedDeltaNet, Mamba2, Mamba3, MergeSchedule, Mixture
 
@@ -69,3 +71,21 @@ def test_padding_that_holds_nan_reaches_no_gradient(name: str) -> None:
     assert not dx[~mask].any()
     for which, a, b in zip(names, found, wanted, strict=True):
         assert torch.equal(a, b), f"the gradient of {which} depends on what padding holds"
+
+
+def test_masses_of_a_plan_are_relative_to_their_document() -> None:
+    """In float32 e^-120 is zero: the largest of another document, or of padding, must not be the measure."""
+    torch.manual_seed(0)
+    layer = zonal.nn.Attention(4, 1, m.sinkhorn(learn=True), causal=False)
+    with torch.no_grad():
+        layer.query_mass.projection.weight[0, 0] = 1.0
+        first, second = torch.randn(2, 1, 3, 4)
+        first[..., 0], second[..., 0] = 60.0, -60.0
+        alone = layer(second)
+        packed = layer(torch.cat((first, second), 1), cu_seqlens=torch.tensor([0, 3, 6]))[:, 3:]
+        torch.testing.assert_close(packed, alone)
+        second[..., 0] = -120.0
+        padded = torch.cat((second, torch.zeros(1, 1, 4)), 1)
+        found = layer(padded, key_padding_mask=torch.tensor([[True, True, True, False]]))[:, :3]
+        torch.testing.assert_close(found, layer(second))
+    assert float(alone.abs().max()) > 1e-3

@@ -79,3 +79,11 @@ def test_bfloat16_in_bfloat16_out_turned_in_float32():
 def test_bad_sizes_are_refused(make):
     with pytest.raises(ArgumentError, match=r"Rotary: .*received"):
         make()
+
+
+def test_another_base_turns_by_other_angles():
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    rotary = Rotary(4)
+    rotary(x)
+    rotary.base = 100.0
+    torch.testing.assert_close(rotary(x), Rotary(4, 100.0)(x), rtol=0, atol=0)

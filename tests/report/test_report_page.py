@@ -334,7 +334,7 @@ def test_failed_runs_are_shown_and_left_out_of_means(tmp_path):
     text = page.html.read_text()
     assert "loss is not finite at step 15 in &lt;layer&gt; 1 | see the log" in text
     assert "<layer>" not in text
-    assert "loss is not finite at step 15 in <layer> 1 \\| see the log" in page.markdown.read_text()
+    assert "loss is not finite at step 15 in \\<layer> 1 \\| see the log" in page.markdown.read_text()
     assert "1 of 6 runs failed" in plain(text)
     row = report.summarise(report.load(tmp_path)).row("linear")
     assert (len(row.runs), row.planned, row.failed) == (2, 3, 1)
@@ -486,3 +486,17 @@ def test_a_repeated_step_counts_once(tmp_path):
     points = report.load(tmp_path).runs[0].training
     assert [point.step for point in points] == list(range(1, 31))
     assert points[-1].loss == 0.125
+
+
+def test_signs_of_markdown_in_names_are_shown_as_they_are(tmp_path):
+    name = "[mamba2*3, <i>_own_</i> `x`|y]"
+    write_comparison(
+        tmp_path, operators=("softmax",), seeds=(0,), rates=(0.001,), steps=30,
+        changes={"labels": [name], "title": name},
+    )  # fmt: skip
+    text = report.write(tmp_path).markdown.read_text()
+    escaped = r"[mamba2\*3, \<i>\_own\_\</i> \`x\`"
+    assert f"## {escaped}|y]" in text
+    assert f"| {escaped}\\|y] |" in text
+    assert name not in re.sub(r"```.*?```", "", text, flags=re.S)
+    assert "Remember which value goes with which key" in text

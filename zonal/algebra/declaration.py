@@ -1,7 +1,7 @@
 """Declarations: frozen values that fill the slots of an operator, and can be printed, compared and saved as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -80,6 +80,8 @@ class Declaration:
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
+        if not _of_library(cls):
+            _refuse_base(cls)
         if abstract or cls.__name__.startswith("_"):
             return
         known = REGISTRY.get(cls.__name__, cls)
@@ -146,6 +148,25 @@ def _of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "zonal"
 
 
+def _refuse_base(kind: type[Declaration]) -> None:
+    """Raise ArgumentError for a user's subclass of anything but the bases of scores, links, anchors and maps."""
+    for base in kind.__mro__[1:]:
+        if not (_of_library(base) and issubclass(base, Declaration)) or base is Declaration:
+            continue
+        if base.slot == "prior":
+            raise ArgumentError(
+                f"class {kind.__name__}: priors cannot be added, because every path and memory would have to know "
+                "them. Use those of zonal.prior, or key_bias and key_padding_mask of a call."
+            )
+        if Declaration not in base.__bases__:
+            (root,) = (each for each in base.__mro__ if Declaration in each.__bases__)
+            raise ArgumentError(
+                f"class {kind.__name__}: {base.__name__} cannot be subclassed. Kernels, feature maps and memories "
+                f"compute {base.__name__} itself, and would not see what {kind.__name__} changes. Derive the class "
+                f"from {root.__name__} instead."
+            )
+
+
 def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
     """The declaration that ``config()`` wrote down. slot: the slot to fill, named in the error for an unknown type."""
     fields = dict(config)
@@ -167,6 +188,14 @@ def _read(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return tuple(_read(item, key) for item in value)
     return from_config(value, key) if isinstance(value, dict) else value
+
+
+def vjp(pair: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of sum(grad * pair(q, k)) with respect to q and k, by autograd."""
+    with torch.enable_grad():
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        dq, dk = torch.autograd.grad(pair(q, k), (q, k), grad)
+    return dq, dk
 
 
 def row(*values: float) -> Tensor:

@@ -106,6 +106,12 @@ class Accumulator:
                 raise ArgumentError(
                     f"Accumulator.add: slice {name!r} needs one value an example ({examples}), got {len(values)}."
                 )
+            kinds = {type(value) for value in (*values, *self._slices.get(name, ()))}
+            if not (kinds <= {int} or kinds <= {str}):
+                raise ArgumentError(
+                    f"Accumulator.add: values of slice {name!r} must all be of type int or all of type str, got "
+                    f"{', '.join(sorted(kind.__name__ for kind in kinds))}. Convert a tensor with .tolist()."
+                )
         present = asked > 0
         accuracy = right / asked.clamp_min(1)
         self.positions += int(asked.sum())

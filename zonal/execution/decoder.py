@@ -44,6 +44,8 @@ class StepDecoder(Decoder):
 
     def _advanced(self, q: Tensor, k: Tensor, v: Tensor, given: Given, scale: float | None) -> Tensor:
         steps = self._steps if given is NOTHING or self._only_decays(given) else None
+        if torch_func.forward():  # tangents, which the kernels do not carry
+            steps = None
         if steps is None or torch.is_autocast_enabled(self._device) or not steps.takes(q, k, v, scale):
             q, k, v = lowered("Decoder.step", q, k, v)
             q, k = spread(q, k, v)
@@ -99,10 +101,10 @@ class StepDecoder(Decoder):
         return y
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if torch_func.active():
+        if torch_func.active() or torch_func.forward():
             raise ArgumentError(
-                "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on "
-                "all tokens."
+                "Decoder.step: a decoder keeps tensors, and torch.func's transforms and forward-mode derivatives "
+                "cannot. Use zonal.attention on all tokens."
             )
         check_devices("Decoder.step", self.operator, self._devices)
         shapes = [x.shape for x in numbers_of(self.operator)]

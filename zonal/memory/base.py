@@ -266,6 +266,9 @@ class Memory(Readable):
         """
         return Decoder.implementation(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
     def fork(self) -> Self:
         """A copy that shares no storage."""
         parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.settled_parts())
@@ -273,6 +276,11 @@ class Memory(Readable):
 
     def to(self, device: torch.device | str) -> Self:
         """The memory on another device. Its operator stays where it is: move the model, too."""
+        if not isinstance(device, torch.device | str):
+            raise ArgumentError(
+                f"Memory.to: a device such as 'cpu' or 'cuda' was required, received {device!r}. A memory keeps the "
+                "dtype that it was made with."
+            )
         device = torch.device(device)
         named = {name: x.to(device) for name, x in self.tensors().items()}
         whole = self.restored(self.operator, self.form._replace(device=device), self.count, named, self.plain())

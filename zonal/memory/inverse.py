@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from zonal import torch_func
 from zonal.algebra import Operator
 from zonal.algebra.primal import factorised
 
@@ -65,7 +67,7 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
     ]
     if not values:
         return None
-    if all(type(value) is torch.nn.Parameter and value.is_cpu for value in values):
+    if not torch_func.active() and all(type(value) in (Tensor, Parameter) and value.is_cpu for value in values):
         return tuple(number for value in values for number in value.detach().flatten().tolist())
     return tuple(number for value in values for number in (value.data_ptr(), value._version))
 

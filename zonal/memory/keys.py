@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from zonal import torch_func
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
@@ -90,7 +91,8 @@ class KeyValues(Memory):
             tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
         tokens = tokens.completed(self.buffer.room)
         buffer, end = self.buffer, self.end + tokens.length
-        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
+        recorded = learning or torch_func.forward()
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
         if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
             held = joined(self.tokens, tokens)

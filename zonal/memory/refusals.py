@@ -22,6 +22,8 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
         return f"anchor {type(parts.anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     if isinstance(parts.anchor, TopK):
         return "anchor TopK keeps single keys, which a sum over keys has forgotten"
+    if parts.anchor.family == "":
+        return f"anchor {type(parts.anchor).__name__} may weigh a row in any way, which sums over keys cannot tell"
     if not parts.score.bilinear:
         return f"score {type(parts.score).__name__} is no dot product of prepared vectors"
     for prior in _priors(parts):

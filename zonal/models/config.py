@@ -124,6 +124,13 @@ class ModelConfig(ModelSettings):
         ):
             raise self._refuse("silent_tokens", f"a tuple of tokens from 0 to {self.vocab_size - 1}")
         object.__setattr__(self, "silent_tokens", tuple(silent))
+        for field, needed, given in (
+            ("rotary_base", "rotary=True", self.rotary),
+            ("experts", "mlp='experts'", self.mlp == "experts"),
+            ("experts_per_token", "mlp='experts'", self.mlp == "experts"),
+        ):
+            if not given and getattr(self, field) != getattr(ModelConfig, field):
+                raise ArgumentError(f"ModelConfig: {field} does nothing without {needed}. Give both or neither.")
         if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
             raise self._refuse("experts_per_token", f"from 2 to experts={self.experts}")
 

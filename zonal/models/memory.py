@@ -123,6 +123,9 @@ class ModelMemory:
         """Write to one safetensors file, completely or not at all. ``load_memory`` of the model reads it."""
         save_memories(path, self.layers, self.origin)
 
+    def __deepcopy__(self, memo: object) -> "ModelMemory":
+        return self.fork()
+
     def fork(self) -> "ModelMemory":
         """A copy that shares no storage."""
         return self._with(layer.fork() for layer in self.layers)

@@ -25,6 +25,8 @@ from zonal.nn import (
     TokenMixer,
 )
 from zonal.nn.block import FeedForward
+from zonal.nn.linear import plain
+from zonal.nn.norm import accumulation_dtype
 from zonal.nn.stage import LATEST
 
 IGNORE = -100
@@ -165,7 +167,12 @@ class LanguageModel(nn.Module):
         """
         supervised = self._supervised("loss", tokens, targets)
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
-        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
+        wanted = targets[supervised]
+        if not self._plain_head():
+            loss = F.cross_entropy(self._full_logits(rows), wanted, reduction="sum")
+        else:
+            loss = cross_entropy_sum(rows, self._head_weight(), wanted)
+        return loss, rows.shape[0]
 
     @torch.no_grad()
     def predict(
@@ -190,7 +197,11 @@ class LanguageModel(nn.Module):
         else:
             hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, cu_seqlens, path)
         wanted = targets[supervised]
-        predicted, loss = predict_rows(hidden[supervised], self._head_weight(), wanted)
+        if self._plain_head():
+            predicted, loss = predict_rows(hidden[supervised], self._head_weight(), wanted)
+        else:
+            logits = self._full_logits(hidden[supervised])
+            predicted, loss = logits.argmax(1), F.cross_entropy(logits, wanted, reduction="none")
         return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
 
     def num_parameters(self) -> int:
@@ -270,8 +281,17 @@ class LanguageModel(nn.Module):
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def _plain_head(self) -> bool:
+        """Whether logits are products with ``_head_weight``: no adapter and no hook is on the head."""
+        return self.head is None or plain(self.head)
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._head_weight())
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+
+    def _full_logits(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 or better, for a loss."""
+        logits = self._logits(hidden)
+        return logits.to(accumulation_dtype(logits.dtype))
 
 
 __all__ = ["IGNORE", "LanguageModel", "Predictions", "history_of", "mlp_of", "rotary_of"]

@@ -245,8 +245,8 @@ class Attention(TokenMixer):
         if score.transports:
             v = score.carried(v, k)
         tokens = mass if mass is not None else inputs.key_padding_mask
-        query_mass = self._mass(self.query_mass, self.heads, inner, tokens)
-        key_mass = self._mass(self.key_mass, self.kv_heads, inner, tokens)
+        query_mass = self._mass(self.query_mass, self.heads, inner, tokens, inputs.cu_seqlens)
+        key_mass = self._mass(self.key_mass, self.kv_heads, inner, tokens, inputs.cu_seqlens)
         y, absorbed = self._attend(
             q, k, v, inputs, log_decay=None if self.decay_gate is None else self.decay_gate(inner), key_bias=key_bias,
             key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
@@ -380,16 +380,23 @@ class Attention(TokenMixer):
     def _lifted(self, x: Tensor) -> Tensor:
         return x if self.lift is None else self.lift(x)
 
-    def _mass(self, gate: MassGate | None, heads: int, inner: Tensor, tokens: Tensor | None) -> Tensor | None:
+    def _mass(
+        self,
+        gate: MassGate | None,
+        heads: int,
+        inner: Tensor,
+        tokens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor | None:
         """The masses of queries or keys in a plan, (B, heads, T), None if all are equal. tokens (B, T): how many each
         stands for, or whether it is one; 0 gives and receives nothing.
         """
-        mass = None if gate is None else gate(inner)
+        mass = None if gate is None else gate(inner, None if tokens is None else tokens > 0, cu_seqlens)
         if tokens is None or not isinstance(self.operator.anchor, PlanAnchor):
             return mass
         count = tokens[:, None].expand(-1, heads, -1)
         count = count if count.is_floating_point() else count.to(inner.dtype)
-        return count if mass is None else torch.where(count > 0, count * mass, 0)
+        return count if mass is None else count * mass
 
     def _with_deaths(self, q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
@@ -467,7 +474,7 @@ class Attention(TokenMixer):
             q = self._lifted(self._queries(x))
         units = torch.eye(k.shape[2], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
         masses = Masses(
-            self._mass(self.query_mass, self.heads, inner, None), self._mass(self.key_mass, self.kv_heads, read, None)
+            self._mass(self.query_mass, self.heads, inner), self._mass(self.key_mass, self.kv_heads, read)
         )
         call = prepare(
             self.operator, q.double(), k.double(), units, causal=self.causal and context is None, log_decay=log_decay,

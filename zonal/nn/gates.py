@@ -95,11 +95,23 @@ class MassGate(nn.Module):
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, dim) -> masses (B, heads, T) in (0, 1], in float32 or better. The largest of a sequence is 1."""
+    def forward(self, x: Tensor, real: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x (B, T, dim) -> masses (B, heads, T) in (0, 1], in float32 or better. The largest of a document is 1.
+
+        real: bool (B, T); the other tokens have mass 0. cu_seqlens: edges of packed documents; None: one a row.
+        """
         z = self.projection(x).transpose(1, 2)
         z = z.to(accumulation_dtype(z.dtype))
-        return (z - z.amax(-1, keepdim=True).detach()).exp()
+        if real is not None:
+            z = z.masked_fill(~real[:, None], float("-inf"))
+        if cu_seqlens is None:
+            top = z.detach().amax(-1, keepdim=True)
+        else:
+            edges = cu_seqlens.to(z.device)
+            place = torch.bucketize(torch.arange(z.shape[-1], device=z.device), edges[1:], right=True).expand_as(z)
+            tops = z.new_full((*z.shape[:-1], edges.numel() - 1), float("-inf"))
+            top = tops.scatter_reduce(-1, place, z.detach(), "amax").gather(-1, place)
+        return (z - top.masked_fill(top == float("-inf"), 0)).exp()
 
 
 __all__ = ["DecayGate", "KeyGate", "MassGate", "fastest_decay"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.nn.initialise import Draws
+from zonal.nn.linear import plain
 
 
 class KoopmanMLP(nn.Module):
@@ -62,19 +63,13 @@ class KoopmanMLP(nn.Module):
         u = F.silu(self.lift(x))
         radius = self.modulus.sigmoid()
         cos, sin = radius * self.angle.cos(), radius * self.angle.sin()
-        if self.gate is None and x.numel() >= self.dim * self.dim and _plain(self.read):
+        if self.gate is None and x.numel() >= self.dim * self.dim and plain(self.read):
             # more rows than W_read has: its columns are turned in their place, the same function
             first, second = self.read.weight.unflatten(1, (-1, 2)).unbind(-1)
             return F.linear(u, torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(1))
         first, second = u.unflatten(-1, (-1, 2)).unbind(-1)
         z = torch.stack([first * cos + second * sin, second * cos - first * sin], -1).flatten(-2)
         return self.read(z if self.gate is None else torch.sigmoid(self.gate(x)) * z)
-
-
-def _plain(linear: nn.Module) -> bool:
-    """Whether a call computes the product with the weight and nothing else: no adapter and no hook is there."""
-    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    return type(linear) is nn.Linear and not any(hooks)
 
 
 class CGLift(nn.Module):

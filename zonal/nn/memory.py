@@ -166,6 +166,9 @@ class LayerMemory:
 
         The newest span takes the layer back to where it stood before: tail, position and all. Without an older one,
         what came after it keeps its keys, values and positions as they were computed, and so does the tail.
+
+        Raises: ArgumentError for an unknown name, and for an older span of a Mamba-3 layer, whose last token enters
+        with the next span.
         """
         return self._each(lambda layer: layer._forgotten(span))
 
@@ -182,6 +185,11 @@ class LayerMemory:
         marks = [part.mark for i, part in enumerate(rest) if part.mark and (part.count or i == 0)]
         reached = [mark["length"] - mark["padding"] for mark in marks]
         newest = not any(part.count for part in parts[index + 1 :])
+        if self.carried and not newest:
+            raise ArgumentError(
+                f"LayerMemory.forget: the layer carries {', '.join(self.carried)} from token to token, so that later "
+                f"spans hold a part of span {span!r}. Forget the newest span first."
+            )
         if index < len(parts) - 1 and parts[-1].count:
             reached.append(self.reached())
         if newest:

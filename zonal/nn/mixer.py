@@ -262,8 +262,8 @@ class TokenMixer(nn.Module, abc.ABC):
         # torch.export hands out proxies of modules, which are not the modules
         if memory.operator is not in_use(self.operator) and not torch.compiler.is_exporting():
             raise self._refused(
-                "the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it "
-                "with load_memory()."
+                "the memory was made by another layer or model, or went through pickle. Make it with this layer's "
+                "empty_memory(); save() and load_memory() carry one to another process."
             )
         return memory
 

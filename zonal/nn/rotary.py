@@ -264,7 +264,7 @@ class Rotary(nn.Module):
         self.head_dim = head_dim
         self.base = base
         self.scaling = scaling
-        self._table: tuple[tuple[int, int, torch.device, torch.dtype], Tensor, Tensor] | None = None
+        self._table: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
 
     def angles(self, positions: Tensor) -> Tensor:
         """positions (...) -> (..., d/2) angles in radians, float64."""
@@ -281,7 +281,7 @@ class Rotary(nn.Module):
         length = x.shape[-2]
         if torch.compiler.is_compiling():  # a graph has tables of its own, for any length
             return self._turns(self.angles(torch.arange(length, device=x.device) + positions), dtype)
-        key = (positions, length, x.device, dtype)
+        key = (positions, length, x.device, dtype, self.base, self.scaling)
         if self._table is None or self._table[0] != key:
             angles = self.angles(torch.arange(positions, positions + length, device=x.device))
             self._table = (key, *self._turns(angles, dtype))

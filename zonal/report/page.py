@@ -3,6 +3,7 @@
 import base64
 import importlib.resources
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,23 +20,30 @@ def asset(name: str) -> bytes:
     return importlib.resources.files("zonal.report").joinpath("assets", name).read_bytes()
 
 
-def _environment(autoescape: bool) -> jinja2.Environment:
+class _Verbatim(str):
+    """Text that Markdown does not interpret, as in a code block, or that is Markdown already."""
+
+    __slots__ = ()
+
+
+def _environment(html: bool) -> jinja2.Environment:
     """The templates beside this module, with the filters of the Markdown ones."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("zonal.report", "templates"),
-        autoescape=autoescape,
+        autoescape=html,
+        finalize=None if html else _escaped,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"cell": _markdown_cell, "spark": _spark}
+    made.filters |= {"cell": _markdown_cell, "spark": _spark, "verbatim": _Verbatim}
     return made
 
 
 def rendered_html(name: str, values: Mapping[str, Any], payload: Any) -> bytes:
     """The page of the template and the script called ``name``: one file with style, plotly and what it draws in it."""
     text = (
-        _environment(autoescape=True)
+        _environment(html=True)
         .get_template(f"{name}.html.j2")
         .render(
             **values,
@@ -50,7 +58,7 @@ def rendered_html(name: str, values: Mapping[str, Any], payload: Any) -> bytes:
 
 def rendered_markdown(name: str, values: Mapping[str, Any]) -> bytes:
     """The Markdown of the template called ``name``."""
-    return _environment(autoescape=False).get_template(f"{name}.md.j2").render(**values).strip().encode() + b"\n"
+    return _environment(html=False).get_template(f"{name}.md.j2").render(**values).strip().encode() + b"\n"
 
 
 def script_json(value: Any) -> str:
@@ -231,7 +239,14 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
 
 def _markdown_cell(text: str) -> str:
     """Text that cannot break a table row."""
-    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _escaped(value: Any) -> Any:
+    """A value of a Markdown template, so that it is shown as it is. ``|`` is escaped by ``cell``."""
+    if not isinstance(value, str) or isinstance(value, _Verbatim):
+        return value
+    return re.sub(r"\\(?!\|)|[*`<]|(?<!\w)_|_(?!\w)|(?<=\])\(", r"\\\g<0>", value)
 
 
 def _spark(curve: dict[str, Any] | None) -> str:

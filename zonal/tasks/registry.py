@@ -1,6 +1,7 @@
 """Tasks by name, with the settings of the field's papers, and tasks from what a run recorded."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -350,21 +351,51 @@ def resolve(
     return _TASKS[name].make(name, given)
 
 
+_KINDS: dict[str, type[Any]] = {
+    kind.kind: kind
+    for kind in (Algorithmic, Expressions, Glosses, Lookup, MaskedText, MQAR, Periodic, Pixels, Retrieval, Text)
+}
+
+
 def from_config(config: dict[str, Any]) -> Task:
     """The task whose ``config()`` this is.
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    known = (Algorithmic, Expressions, Glosses, Lookup, MaskedText, MQAR, Periodic, Pixels, Retrieval, Text)
-    kinds = {kind.kind: kind for kind in known}
-    kind = config.get("task") if isinstance(config, dict) else None
-    if kind not in kinds:
-        raise FileFormatError(
-            f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}."
-        )
+    kind = kind_of(config)
     try:
-        return kinds[kind].from_config(config)
+        return kind.from_config(config)
     except (KeyError, TypeError, ArgumentError) as error:
         raise FileFormatError(
-            f"tasks.from_config: the configuration of the {kind} task is incomplete or damaged ({error})."
+            f"tasks.from_config: the configuration of the {kind.kind} task is incomplete or damaged ({error})."
         ) from error
+
+
+def restored(config: dict[str, Any], given: Task | None) -> Task:
+    """``given`` where this is its configuration, as of a task that the library does not know; else by
+    ``from_config``.
+
+    Raises: FileFormatError when a task that the library does not know has another configuration.
+    """
+    mine = None if given is None else json.loads(json.dumps(given.config()))
+    if given is not None and mine == config:
+        return given
+    if mine is not None and mine.get("task") not in _KINDS:
+        raise FileFormatError(
+            f"tasks: the task of the folder is {config}, and the given one is {mine}. Use the same task to resume, or "
+            "choose another folder."
+        )
+    return from_config(config)
+
+
+def kind_of(config: dict[str, Any]) -> type[Any]:
+    """The type of the task whose ``config()`` this is. Raises: FileFormatError for one that the library does not
+    know.
+    """
+    name = config.get("task") if isinstance(config, dict) else None
+    if name not in _KINDS:
+        raise FileFormatError(
+            f"tasks.from_config: the configuration's 'task' must be one of {', '.join(_KINDS)}, got {name!r}. Files "
+            "and other processes know no task of your own: run its comparison by Comparison(folder, spec).run(jobs=1)."
+        )
+    return _KINDS[name]

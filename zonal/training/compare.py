@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from zonal import device_memory, workers
+from zonal import device_memory, tasks, workers
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import Final, best_learning_rate
 from zonal.models import language_model
@@ -62,7 +62,8 @@ class Comparison:
         self.spec = spec
         self.plan: StepPlan | None = None
         self.threads: int | None = None
-        stored = claimed(self.directory, FILE, "compare", "comparison", spec, read_comparison)
+        read = functools.partial(read_comparison, task=spec.task)
+        stored = claimed(self.directory, FILE, "compare", "comparison", spec, read)
         if stored is not None:
             with understood("compare", self.directory / FILE):
                 timings = {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}
@@ -141,6 +142,8 @@ class Comparison:
         """
         workers.check("Comparison.run", "jobs", jobs)
         check_threads("Comparison.run", threads)
+        if jobs != 1:
+            tasks.kind_of(self.spec.task.config())
         started, ray = time.perf_counter(), jobs == workers.RAY
         session = workers.session(None, 1) if ray else contextlib.nullcontext()
         with sitting(self.directory, "compare") as interrupted, session:

@@ -119,8 +119,12 @@ class TrainConfig(TrainSettings):
         self._require("stop_at_accuracy", stop is None or 0 < stop <= 1, "an accuracy in (0, 1], or None")
         self._require("seed", 0 <= self.seed < 2**63, "a whole number from 0 on, below 2**63")
 
-    def check_stop(self, call: str, metric: str) -> None:
-        """Raises: ArgumentError where runs should stop at an accuracy on a task that is judged by ``metric``."""
+    def check_metric(self, call: str, metric: str) -> None:
+        """Raises: ArgumentError for a headline number that is neither accuracy nor loss, and where runs should stop at
+        an accuracy on a task that is judged by its loss.
+        """
+        if metric not in ("accuracy", "loss"):
+            raise ArgumentError(f"{call}: the task's metric must be 'accuracy' or 'loss', got {metric!r}.")
         if self.stop_at_accuracy is not None and metric != "accuracy":
             raise ArgumentError(
                 f"{call}: stop_at_accuracy is for tasks whose headline number is accuracy, and that of this one is "

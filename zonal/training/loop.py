@@ -87,7 +87,7 @@ def train(
         InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
             written.
     """
-    config.check_stop("train", task.metric)
+    config.check_metric("train", task.metric)
     folder = Path(directory)
     check_threads("train", threads)
     processes = processes or OneProcess()

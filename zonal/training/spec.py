@@ -95,7 +95,7 @@ class ComparisonSpec:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         for operator in self.operators:
             self.model_for(operator)  # refuses what is no model
-        self.training.check_stop("ComparisonSpec", self.task.metric)
+        self.training.check_metric("ComparisonSpec", self.task.metric)
         if self.training.curriculum is not None:
             curriculum.check(
                 [layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec"
@@ -251,8 +251,8 @@ class _Stored:
     shapes: dict[str, Any]
 
 
-def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
-    """The spec in a folder and everything else its comparison.json says.
+def read_comparison(directory: Path, task: tasks.Task | None = None) -> tuple[ComparisonSpec, dict[str, Any]]:
+    """The spec in a folder and everything else its comparison.json says. task: taken where it is the stored one.
 
     Raises: FileFormatError when the folder holds no comparison of this version.
     """
@@ -263,7 +263,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
         operators = tuple(stored["operators"])
         shapes = {operator: _read_model(values, operator) for operator, values in stored.get("shapes", {}).items()}
         spec = ComparisonSpec(
-            task=tasks.from_config(stored["task"]),
+            task=tasks.restored(stored["task"], task),
             model=_read_model(stored["model"], next((name for name in operators if name not in shapes), operators[0])),
             training=TrainConfig.from_dict({**stored["training"], "steps": stored["requested_steps"]}),
             operators=operators,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, declared, require_positive
+from zonal.algebra.declaration import Declaration, declared, require_positive, vjp
 from zonal.formula import Formula, Term
 
 
@@ -130,10 +130,7 @@ class Metric(Declaration, abstract=True):
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sum(grad * pair(q, k)) with respect to q and k; by autograd where a metric writes none."""
-        with torch.enable_grad():
-            q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-            dq, dk = torch.autograd.grad(self.pair(q, k), (q, k), grad)
-        return dq, dk
+        return vjp(self.pair, q, k, grad)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from zonal.algebra.declaration import (
     Declaration,
     Derived,
     Move,
+    vjp,
 )
 from zonal.algebra.metric import DotReduction
 from zonal.algebra.score.feature_layer import FeatureLayer
@@ -209,8 +210,8 @@ class Score(Declaration, abstract=True):
         return shared_product(q, k.transpose(-1, -2))
 
     def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of sum(grad * pair(q, k)) with respect to prepared q and k."""
-        return grad @ k, grad.transpose(-1, -2) @ q
+        """Gradients of sum(grad * pair(q, k)) with respect to prepared q and k; by autograd unless ``bilinear``."""
+        return (grad @ k, grad.transpose(-1, -2) @ q) if self.bilinear else vjp(self.pair, q, k, grad)
 
 
 __all__ = ["Clipped", "Fused", "Params", "Score", "low_rank", "per_head", "shared_product", "unit"]

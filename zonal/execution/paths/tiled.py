@@ -58,7 +58,8 @@ def refusal(call: Call) -> str | None:
             "of the window and sums before it"
         )
     if family not in ("sums", "plan"):
-        return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
+        why = "solves with the kernel among keys" if anchor.solves else "may weigh a row in any way"
+        return f"anchor {type(anchor).__name__} {why}, which is no sum over keys"
     return None
 
 

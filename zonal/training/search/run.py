@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from zonal import tasks
 from zonal import workers as parallel
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
@@ -50,7 +51,7 @@ class Search:
         self.directory = Path(directory)
         self.spec = spec
         self.threads: int | None = None
-        stored = claimed(self.directory, FILE, "search", "search", spec, read_search)
+        stored = claimed(self.directory, FILE, "search", "search", spec, functools.partial(read_search, task=spec.task))
         if stored is not None:
             with understood("search", self.directory / FILE):
                 self.threads = stored["device"]["threads"]
@@ -90,6 +91,7 @@ class Search:
         check_threads("Search.run", threads)
         number = None if workers == parallel.RAY else int(workers)
         if workers != 1:
+            tasks.kind_of(self.spec.task.config())
             parallel.require_ray("Search.run")
         with sitting(self.directory, "search") as interrupted:
             if self.threads is None:

@@ -206,8 +206,8 @@ def _most_rungs(steps: int, eta: int) -> int:
     return 1 + next(rungs for rungs in range(steps) if eta ** (rungs + 1) > steps)
 
 
-def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
-    """The spec in a folder and everything else its search.json says.
+def read_search(directory: Path, task: tasks.Task | None = None) -> tuple[SearchSpec, dict[str, Any]]:
+    """The spec in a folder and everything else its search.json says. task: taken where it is the stored one.
 
     Raises: FileFormatError when the folder holds no search of this version.
     """
@@ -218,6 +218,8 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
         plain: dict[str, Any] = {
             name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names
         }
-        task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
-        spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
+        spec = SearchSpec(
+            tasks.restored(stored["task"], task), ModelConfig.from_dict(stored["model"]),
+            TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain,
+        )  # fmt: skip
     return spec, stored

@@ -1,0 +1,79 @@
+"""Scores, links and anchors that a user declares: what may be declared, and that every path computes it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import zonal
+from zonal.algebra import anchor, link, prior, score
+from zonal.errors import ArgumentError, PathError
+
+
+@dataclass(frozen=True)
+class Quiet(anchor.Anchor):
+    """W = K / (1 + sum over visible keys of K)."""
+
+    def weights(self, blocks: anchor.Blocks) -> Tensor:
+        kernel = blocks.qk.exp() if blocks.log else blocks.qk
+        return kernel / (1 + kernel.sum(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class Manhattan(score.Score):
+    """Minus the sum of absolute differences."""
+
+    def prepare_query(self, q: Tensor, params: score.Params, scale: float | None) -> Tensor:
+        return q
+
+    def prepare_key(self, k: Tensor, params: score.Params) -> Tensor:
+        return k
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1)
+
+
+@pytest.mark.parametrize("base", [score.Cosine, link.Yat, anchor.Count, anchor.SumAnchor, anchor.PlanAnchor])
+def test_what_kernels_know_is_not_subclassed(base: type) -> None:
+    root = base.slot.capitalize()
+    with pytest.raises(ArgumentError, match=rf"class Mine: {base.__name__} cannot be subclassed.*from {root} instead"):
+        type("Mine", (base,), {})
+
+
+@pytest.mark.parametrize("base", [prior.Prior, prior.Causal])
+def test_priors_are_not_added(base: type) -> None:
+    with pytest.raises(ArgumentError, match=r"class _Mine: priors cannot be added.*key_padding_mask"):
+        type("_Mine", (base,), {})
+
+
+@pytest.mark.parametrize("evidence", [link.Exp(), link.SquaredAffine()])
+def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.Link) -> None:
+    operator = zonal.Operator(score.Cosine(temperature=1.0), evidence, Quiet())
+    q, k, v = torch.randn(3, 1, 2, 1100, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    cosines = torch.nn.functional.normalize(q.double(), dim=-1) @ torch.nn.functional.normalize(k.double(), dim=-1).mT
+    kernel = evidence.value(cosines, operator.bind(2, 2).coefficients).tril()
+    expected = (kernel / (1 + kernel.sum(-1, keepdim=True))) @ v.double()
+    for path in ("auto", "dense", "streaming"):
+        found = zonal.attention(q, k, v, operator, causal=True, path=path)
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+    memory = zonal.Memory.empty(operator, 1, 2, 4, 4).absorb(k, v)
+    torch.testing.assert_close(memory.read(q[:, :, -1:]).double(), expected[:, :, -1:], atol=2e-6, rtol=0)
+    for path in ("tiled", "chunked"):
+        with pytest.raises(PathError, match=r"anchor Quiet may weigh a row in any way"):
+            zonal.attention(q, k, v, operator, causal=True, path=path)
+
+
+def test_an_own_score_has_its_own_gradients() -> None:
+    operator = zonal.Operator(score=Manhattan())
+    leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 40, 3, dtype=torch.float64).unbind(0)]
+    q, k, v = leaves
+    scores = -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1)
+    y = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1) @ v
+    expected = torch.autograd.grad(y.square().sum(), leaves)
+    for path in ("auto", "tiled", "dense"):
+        found = torch.autograd.grad(
+            zonal.attention(q, k, v, operator, causal=True, path=path).square().sum(), leaves
+        )
+        for each, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(each, exact, atol=1e-10, rtol=1e-8)
