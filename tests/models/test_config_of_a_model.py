@@ -24,7 +24,8 @@ SMALL = {"vocab_size": 17, "dim": 12, "layers": ("softmax", "ska(power=1)"), "he
             "conv": (0, 3),
             "tie_embeddings": False,
         },
-        {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1, "rotary": True, "rotary_base": 500.0},
+        {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1},
+        {"rotary": True, "rotary_base": 500.0},
     ],
 )
 def test_json_round_trip(options):
