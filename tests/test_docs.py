@@ -23,7 +23,7 @@ from matrix import DECLARED, OPERATORS
 from benchmarks import koopman_picture, machines
 from tools import pages
 from zonal import mechanisms, nn
-from zonal.cli import parse
+from zonal.cli import parse, presets
 from zonal.cli.app import COMMANDS, read
 from zonal.errors import ArgumentError
 from zonal.models import preset
@@ -263,10 +263,12 @@ def test_operators_in_commands_exist() -> None:
     seen = 0
     for page in PAGES:
         for words in commands(page):
+            name = presets.given(words, "--preset")
+            named = presets.find(name, "compare") if name in presets.names() else None
             for option in ("--operators", "--operator"):
                 if option in words:
                     for entry in parse.operators(words[words.index(option) + 1]):
-                        for spec in layer_list(entry):
+                        for spec in layer_list(named.layers_of(entry) if named else entry):
                             check(spec, 128)
                             seen += 1
     assert seen
