@@ -96,9 +96,7 @@ class Case:
 
     @property
     def edges(self) -> list[int]:
-        """Borders of documents of uneven lengths."""
-        weights = torch.arange(1, self.documents + 1).double().sqrt().cumsum(0)
-        return [0, *sorted({int(x) for x in (weights / weights[-1] * self.tokens).round()})]
+        return common.document_edges(self.documents, self.tokens)
 
     @property
     def operations(self) -> float:

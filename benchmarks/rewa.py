@@ -144,7 +144,9 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
         exact = Work(short, *(x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)), work.operator)
         reference = zonal.attention(exact.q, exact.k, exact.v, exact.operator, causal=True, path="dense")
         truth = torch.autograd.grad(reference.sum(), [exact.q, exact.k, exact.v, *exact.operator.parameters()])
-        runs = [("", work.attend, 2e-5)] + [("the maps", work.attend_by_peer, 1e-3) for _ in [0] if case.peer == "maps"]
+        runs = [("", work.attend, 2e-5)]
+        if case.peer == "maps":
+            runs.append(("the maps", work.attend_by_peer, 1e-3))
         for who, run, tolerance in runs:
             name, y = f"{short}{who and ', '}{who}", run()
             errors[name] = common.gate(name, y.detach(), reference.detach(), tolerance)
@@ -186,11 +188,10 @@ def missed(row: dict[str, Any], case: Case) -> list[str]:
 def line(row: dict[str, Any], case: Case) -> str:
     """A row for people."""
     compared, wrong = row["compared"], missed(row, case)
-    times = " against ".join(common.milliseconds(compared[who]["median"]) for who in ("subject", "peer"))
-    bounds = [f"time at most {case.bound}" for _ in [0] if case.bound] + [
-        f"memory at most {case.memory}" for _ in [0] if case.memory
-    ]
-    goal = f"; {', '.join(bounds)}: {'MISSED' if wrong else 'holds'}" if bounds else ""
+    times = " against ".join(common.milliseconds(compared[side]["median"]) for side in ("subject", "peer"))
+    limits = {"time": case.bound, "memory": case.memory}
+    bounds = ", ".join(f"{what} at most {limit}" for what, limit in limits.items() if limit)
+    goal = f"; {bounds}: {'MISSED' if wrong else 'holds'}" if bounds else ""
     memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['peer_peak_bytes'] / 1e6:.0f}"
     return f"{common.ratio_text(compared)}  {case} ({times}, {memory}){goal}"
 

@@ -54,23 +54,18 @@ class Case:
             "forward+backward" if self.gradients else "forward",
             self.dtype,
             "kernel" if self.kernel else "torch",
+            f"H={self.heads}" if self.heads != plain.heads else "",
+            f"kv={self.kv_heads}" if self.kv_heads != self.heads else "",
+            f"d={self.dim}" if self.dim != plain.dim else "",
+            "" if self.causal else "bidirectional",
+            f"{self.documents} documents" if self.documents > 1 else "",
+            f"against {self.peer}" if self.peer != plain.peer else "",
         ]
-        parts += [f"H={self.heads}" for _ in [0] if self.heads != plain.heads] + [
-            f"kv={self.kv_heads}" for _ in [0] if self.kv_heads != self.heads
-        ]
-        parts += [f"d={self.dim}" for _ in [0] if self.dim != plain.dim] + [
-            "bidirectional" for _ in [0] if not self.causal
-        ]
-        parts += [f"{self.documents} documents" for _ in [0] if self.documents > 1]
-        return ", ".join(parts + [f"against {self.peer}" for _ in [0] if self.peer != plain.peer])
+        return ", ".join(filter(None, parts))
 
     @property
     def edges(self) -> list[int]:
-        """Borders of documents of uneven lengths."""
-        if self.documents == 1:
-            return [0, self.tokens]
-        weights = torch.arange(1, self.documents + 1).double().sqrt().cumsum(0)
-        return [0, *sorted({int(x) for x in (weights / weights[-1] * self.tokens).round()})]
+        return common.document_edges(self.documents, self.tokens)
 
 
 def table() -> list[Case]:

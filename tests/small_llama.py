@@ -1,6 +1,10 @@
-"""The sizes of a small Llama, which tests of transformers share."""
+"""A small Llama and its tokenisers, which tests of transformers share."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -11,3 +15,30 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "initializer_range": 0.3,
 }
+
+
+def word_tokenizer(words: Iterable[str]) -> Any:
+    """One token for each word. The first is also the unknown word and the end of a text."""
+    import transformers  # takes seconds, which tests of the sizes alone should not wait
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    numbers = {word: index for index, word in enumerate(words)}
+    first = next(iter(numbers))
+    plain = Tokenizer(models.WordLevel(numbers, unk_token=first))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=first)
+
+
+def save_model_of(text: str, folder: Path, **sizes: Any) -> None:
+    """Save a small Llama and a tokeniser of bytes that was trained on a text."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
+    plain.train_from_iterator([text], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES | sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -72,8 +72,6 @@ def test_an_own_score_has_its_own_gradients() -> None:
     y = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1) @ v
     expected = torch.autograd.grad(y.square().sum(), leaves)
     for path in ("auto", "tiled", "dense"):
-        found = torch.autograd.grad(
-            zonal.attention(q, k, v, operator, causal=True, path=path).square().sum(), leaves
-        )
+        found = torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).square().sum(), leaves)
         for each, exact in zip(found, expected, strict=True):
             torch.testing.assert_close(each, exact, atol=1e-10, rtol=1e-8)

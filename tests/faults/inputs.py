@@ -6,9 +6,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from faults.victims import SMALL, VICTIMS, often
-from small_llama import SIZES
+from small_llama import save_model_of
 
 from zonal import ingest
 from zonal.cache import cache_folder
@@ -45,17 +44,7 @@ def _command(victim: str, folder: Path, out: str) -> None:
 
 def _model(folder: Path) -> None:
     """A small Llama with a tokeniser."""
-    import transformers  # takes seconds, which other inputs should not wait
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
-    plain.train_from_iterator([(folder / "text.txt").read_text(encoding="utf-8")], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_model_of((folder / "text.txt").read_text(encoding="utf-8"), folder / "model")
 
 
 def _sharded(folder: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from small_llama import SIZES
-from tokenizers import Tokenizer, models, pre_tokenizers
+from small_llama import SIZES, word_tokenizer
 
 from zonal import hf
 from zonal.hf.pretrained import opened
@@ -22,9 +21,7 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def tokenizer() -> Any:
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
+    return word_tokenizer(f"w{index}" for index in range(VOCABULARY))
 
 
 @functools.cache

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES
-from tokenizers import Tokenizer, models, pre_tokenizers
+from small_llama import SIZES, word_tokenizer
 
 from zonal import hf
 from zonal.errors import ArgumentError, FileFormatError
@@ -20,11 +19,7 @@ WORDS = [f"w{index}" for index in range(60)]
 
 
 def tokenizer() -> Any:
-    plain = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(["<end>", *WORDS])}, unk_token="<end>")
-    )
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>")
+    return word_tokenizer(["<end>", *WORDS])
 
 
 def model(kind: str) -> Any:

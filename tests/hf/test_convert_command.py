@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from small_llama import SIZES, save_model_of
 
 from zonal import hf
 from zonal.cli.app import main
@@ -25,18 +24,8 @@ from zonal.hf.examine import by_position, nats, needle, pairs
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with a tokeniser, and a text."""
     root = tmp_path_factory.mktemp("pretrained")
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = novel()[:60_000]
-    plain.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
-    )
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(root / "model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=300, eos_token_id=0, pad_token_id=0, **SIZES | {"num_hidden_layers": 4}
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    save_model_of(text, root / "model", num_hidden_layers=4)
     (root / "text.txt").write_text(text)
     return root
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small_llama import SIZES
-from tokenizers import Tokenizer, models, pre_tokenizers
+from small_llama import SIZES, word_tokenizer
 
 from zonal import hf
 from zonal.cli.app import main
@@ -23,10 +22,8 @@ WEIGHTS = "model.safetensors"
 
 
 def save(root: Path, name: str, model: Any, vocabulary: int = 40) -> None:
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.save_pretrained(root / name)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(root / name)
+    word_tokenizer(f"w{index}" for index in range(vocabulary)).save_pretrained(root / name)
 
 
 @pytest.fixture(scope="module")

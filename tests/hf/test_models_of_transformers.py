@@ -519,7 +519,9 @@ def test_a_pipeline_continues_texts() -> None:
     model, tokenizer = hf.ZonalForCausalLM(config).eval(), ByT5Tokenizer()
     writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
     found = writer(["one text", "another, longer text"], max_new_tokens=6, do_sample=False, batch_size=2)
-    assert [each[0]["generated_text"].startswith(start) for each, start in zip(found, ("one", "another"), strict=True)]
+    assert all(
+        each[0]["generated_text"].startswith(start) for each, start in zip(found, ("one", "another"), strict=True)
+    )
     alone = writer("one text", max_new_tokens=6, do_sample=False)
     assert alone[0]["generated_text"] == found[0][0]["generated_text"]
 

@@ -1,4 +1,4 @@
-"""Operators with sums over features, tokens and the comparison that the tests of their compiled kernel share."""
+"""Operators with sums over features, and the comparison that the tests of their compiled kernel share."""
 
 from collections.abc import Callable
 
@@ -50,10 +50,3 @@ def assert_as_good(
         )
         floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
         assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
-
-
-def sample(
-    tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]

@@ -1,6 +1,7 @@
 """The compiled CPU kernel: against the float64 definition, and what surrounds it (falling back, torch's machinery)."""
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels import documented
+from kernels import documented, general
 from kernels.cpp_cases import KINDS, LARGE, NAMES, SELECTED, refusal
+from kernels.general import everything
 from matrix import CASES, DECLARED, fitted, inputs, randomised
 from torch import Tensor
 
@@ -18,7 +20,6 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
-from zonal.errors import PathError
 from zonal.execution import plan
 from zonal.execution.call import prepare
 from zonal.execution.paths import distance
@@ -29,7 +30,7 @@ from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
 from zonal.kernels.op import encode
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
-from zonal.models import CausalLM, ModelConfig
+from zonal.models import ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -39,14 +40,6 @@ def test_the_table_says_all() -> None:
     others = [name for name in KINDS if name not in NAMES]
     taken = [name for name in others if refusal(KINDS[name]().float(), fitted(KINDS[name](), CASES["causal"])) is None]  # type: ignore[operator]
     assert not taken, f"the kernel now runs {taken}, too: add them to the table, so that they are tested"
-
-
-def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
-    leaves = [data.q, data.k, data.v, *operator.parameters()]
-    leaves += [x for x in (data.key_bias, data.log_decay) if x is not None]
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
-    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,15 +63,15 @@ def compare(selection: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     data = inputs(case).to(dtype)
     exact = data.to(torch.float64)
     double = copy.deepcopy(operator).double()
-    truth = everything(double, exact, exact.run(double, "dense"))
+    truth = everything(double, exact, "dense")
     called: list[str] = []
     monkeypatch.setattr(distance, "refusal", lambda _: "its own tests are in test_distance.py")
     original = tile_path.tile
     monkeypatch.setattr(tile_path, "tile", lambda *given: called.append("kernel") or original(*given))
-    got = everything(operator, data, data.run(operator, "tiled"))
+    got = everything(operator, data, "tiled")
     assert called == ["kernel"]
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
-    other = everything(operator, data, data.run(operator, "tiled"))
+    other = everything(operator, data, "tiled")
     assert called == ["kernel"]
     for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
         assert a.dtype == b.dtype
@@ -230,9 +223,7 @@ def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 4
     return [torch.randn(2, heads, tokens, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
-def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
-    y = zonal.attention(*tensors, operator, causal=True, path="tiled")
-    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+run = functools.partial(general.run, path="tiled")
 
 
 def dense(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
@@ -312,26 +303,11 @@ def test_opcheck() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    operator, tensors = m.yat(eps=0.1), sample(20)
-    y = zonal.attention(*tensors, operator, causal=True, path="tiled")
-    with pytest.raises(PathError, match="no second derivative"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+    general.check_second_derivatives(m.yat(eps=0.1), sample(20), "tiled")
 
 
 def test_checkpointing_autocast_and_inference_mode() -> None:
-    operator, tensors = m.sko(degrees=(2.0,)), sample()
-    plain = run(operator, tensors)
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, path="tiled")
-
-    y = torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=False)
-    again = [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(block(*tensors), block(*(x.bfloat16() for x in tensors)))
-    with torch.inference_mode():
-        assert torch.equal(block(*tensors), plain[0])
+    general.check_modes(m.sko(degrees=(2.0,)), sample(), "tiled")
 
 
 @pytest.mark.parametrize("link_name", ["softmax", "yat"])
@@ -400,19 +376,7 @@ def test_decay_of_a_long_sequence_keeps_its_digits() -> None:
 
 @pytest.mark.parametrize("spec", ["sko(degrees=(2.,3.))", "softmax", "yat", "regime(prior=('alibi', 'decay'))"])
 def test_a_training_step_compiles_without_a_break(spec: str) -> None:
-    torch.manual_seed(0)
-    model = CausalLM(ModelConfig(50, 32, (spec, spec), 2, conv=4, rotary=True))
-    tokens = torch.randint(0, 50, (2, 40))
-
-    def step(tokens: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    found = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        loss = run(tokens)
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() < 1e-5
+    general.check_compiled_training_step(ModelConfig(50, 32, (spec, spec), 2, conv=4, rotary=True), 40)
 
 
 def test_export() -> None:

@@ -3,17 +3,19 @@ opposite, and what surrounds it.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernels import general
+from kernels.general import everything
 from matrix import CASES, Case, inputs, randomised
 from torch import Tensor
 
 import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
-from zonal.errors import PathError
 from zonal.execution.call import prepare
 from zonal.execution.paths import distance as distance_path
 from zonal.formula import FORMULAS
@@ -84,15 +86,6 @@ PAIRS = [
     for case in ({**CASES, **LARGE} if name in EVERY else SOME)
     if fitting(name, {**CASES, **LARGE}[case])
 ]
-
-
-def everything(operator: Operator, data, path: str) -> list[Tensor]:
-    """The output and every gradient."""
-    leaves = [data.q, data.k, data.v, *operator.parameters()]
-    y = data.run(operator, path)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
-    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
 
 
 def close(got: list[Tensor], truth: list[Tensor], eps: float = 2e-5) -> None:
@@ -280,9 +273,7 @@ def sample(tokens: int = 100, heads: int = 2) -> list[Tensor]:
     ]
 
 
-def run(operator: Operator, tensors: list[Tensor], path: str = "tiled") -> list[Tensor]:
-    y = zonal.attention(*tensors, operator, causal=True, path=path)
-    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+run = functools.partial(general.run, path="tiled")
 
 
 @pytest.mark.parametrize("name", ["rewa", "rewa-gates-dot"])
@@ -411,10 +402,7 @@ def test_opcheck(learned: bool) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    tensors = sample(20)
-    y = zonal.attention(*tensors, m.rewa(), causal=True, path="tiled")
-    with pytest.raises(PathError, match="no second derivative"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+    general.check_second_derivatives(m.rewa(), sample(20), "tiled")
 
 
 def test_a_training_step_compiles_without_a_break() -> None:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels import general
+from kernels.general import with_gradients
 from kernels.sums_cases import assert_as_good
 from torch import Tensor
 
@@ -13,7 +15,7 @@ import zonal
 from zonal import Memory, Operator, anchor, features, link, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.score import FeatureLayer
-from zonal.errors import ArgumentError, PathError
+from zonal.errors import ArgumentError
 from zonal.execution.call import prepare
 from zonal.execution.paths import features as features_path
 from zonal.execution.paths import sums as sums_path
@@ -81,12 +83,6 @@ def whole(numbers: Tensor, layer: FeatureLayer) -> Tensor:
         return numbers
     a, *b = numbers.split([layer.left, *[(numbers.shape[-1] - layer.left) // layer.nodes] * layer.nodes], -1)
     return torch.cat([(a[..., None] * each[..., None, :]).flatten(-2) for each in b], -1)
-
-
-def with_gradients(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
-    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -295,10 +291,7 @@ def test_opcheck() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    tensors, operator = sample(20), operator_of("slay")
-    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    with pytest.raises(PathError, match="no second derivative"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+    general.check_second_derivatives(operator_of("slay"), sample(20), "chunked")
 
 
 @pytest.mark.parametrize("path", ["chunked", "tiled"])

@@ -3,18 +3,21 @@ and torch's machinery.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernels import general
+from kernels.general import everything, sample
 from matrix import CASES, Case, Inputs, inputs, randomised, tied
 from torch import Tensor
 
 import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.errors import NonFiniteError, PathError
+from zonal.errors import NonFiniteError
 from zonal.execution.call import Call, prepare
 from zonal.execution.paths import ridge as ridge_path
 from zonal.execution.paths import steps
@@ -24,7 +27,7 @@ from zonal.kernels.op import encode
 from zonal.kernels.ridge import RidgeInputs, RidgeSpec, ridge
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE
-from zonal.models import CausalLM, ModelConfig
+from zonal.models import ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -67,13 +70,6 @@ def call_of(operator: Operator, data: Inputs) -> Call:
         key_padding_mask=data.key_padding_mask,
         cu_seqlens=data.cu_seqlens,
     )
-
-
-def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
-    leaves = [data.q, data.k, data.v, *operator.parameters()]
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
-    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
 
 
 ROUNDINGS = {"short chunks": 2 * 24 * 10}
@@ -130,16 +126,16 @@ def test_kernel_equals_definition(
     case = {**CASES, **LARGE}[case_name]
     operator, data = randomised(KINDS[name]()).float(), inputs(case).to(dtype)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
-    truth = everything(double, exact, exact.run(double, "dense"))
+    truth = everything(double, exact, "dense")
     called: list[str] = []
     original = ridge_path.chunked
     monkeypatch.setattr(
         ridge_path, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named)
     )
-    got = everything(operator, data, data.run(operator, "chunked"))
+    got = everything(operator, data, "chunked")
     assert called == ["kernel"]
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
-    other = everything(operator, data, data.run(operator, "chunked"))
+    other = everything(operator, data, "chunked")
     assert_as_good(got, other, truth, dtype, ROUNDINGS.get(name, 64))
     assert called == ["kernel"]
 
@@ -151,11 +147,11 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "forward", lambda inputs, spec: original(inputs._replace(rho=inputs.rho * 1.01), spec))
     operator, data = m.ska(power=1), inputs(LARGE["causal 333"]).to(torch.float32)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
-    truth = everything(double, exact, exact.run(double, "dense"))
-    got = everything(operator, data, data.run(operator, "chunked"))
+    truth = everything(double, exact, "dense")
+    got = everything(operator, data, "chunked")
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
     with pytest.raises(AssertionError, match="item 0"):
-        assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth)
+        assert_as_good(got, everything(operator, data, "chunked"), truth)
 
 
 # -- ill-conditioned keys --------------------------------------------------------------------------------------------
@@ -451,16 +447,7 @@ def test_which_steps_are_refused() -> None:
 # -- its limits ------------------------------------------------------------------------------------------------------
 
 
-def sample(
-    tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
-
-
-def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
-    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+run = functools.partial(general.run, path="chunked")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -528,42 +515,15 @@ def test_opcheck() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    operator, tensors = m.ska(power=1), sample(20)
-    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    with pytest.raises(PathError, match="no second derivative"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+    general.check_second_derivatives(m.ska(power=1), sample(20), "chunked")
 
 
 def test_checkpointing_autocast_and_inference_mode() -> None:
-    operator, tensors = m.ska(power=1), sample()
-    plain = run(operator, tensors)
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
-
-    y = torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=False)
-    again = [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(block(*tensors), block(*(x.bfloat16() for x in tensors)))
-    with torch.inference_mode():
-        assert torch.equal(block(*tensors), plain[0])
+    general.check_modes(m.ska(power=1), sample(), "chunked")
 
 
 def test_a_training_step_compiles_without_a_break() -> None:
-    torch.manual_seed(0)
-    model = CausalLM(ModelConfig(50, 32, ("ska(power=1)", "ska"), 2, conv=4))
-    tokens = torch.randint(0, 50, (2, 140))
-
-    def step(tokens: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    found = []
-    for once in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        loss = once(tokens)
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() < 1e-5
+    general.check_compiled_training_step(ModelConfig(50, 32, ("ska(power=1)", "ska"), 2, conv=4), 140)
 
 
 # -- the planner -----------------------------------------------------------------------------------------------------

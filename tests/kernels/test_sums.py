@@ -1,17 +1,18 @@
 """The compiled kernel for sums over features: against the float64 definition, its limits, and torch's machinery."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from kernels.sums_cases import KINDS, assert_as_good, sample
+from kernels import general
+from kernels.general import everything, sample
+from kernels.sums_cases import KINDS, assert_as_good
 from matrix import CASES, PAIRED, Case, Inputs, fitted, inputs, randomised
-from torch import Tensor
 
 import zonal
 from zonal import Operator, prior
 from zonal import mechanisms as m
-from zonal.errors import PathError
 from zonal.execution.call import Call, prepare
 from zonal.execution.paths import sums as sums_path
 from zonal.execution.paths import tile as tile_path
@@ -23,7 +24,7 @@ from zonal.kernels import native as native_kernels
 from zonal.kernels import sums as sums_kernel
 from zonal.kernels.op import encode
 from zonal.kernels.sums import SumsSpec, sums
-from zonal.models import CausalLM, ModelConfig
+from zonal.models import ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -107,13 +108,6 @@ def test_the_table_says_all() -> None:
         )
 
 
-def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
-    leaves = [*data.leaves, *operator.parameters()]
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
-    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("selection", SELECTED)
 def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +116,13 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     operator = randomised(KINDS[name]()).float()
     data = inputs(case).to(dtype)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
-    truth = everything(double, exact, exact.run(double, "dense"))
+    truth = everything(double, exact, "dense")
     called: list[str] = []
     original = sums_path.chunked
     monkeypatch.setattr(sums_path, "chunked", lambda *given: called.append("kernel") or original(*given))
-    got = everything(operator, data, data.run(operator, "chunked"))
+    got = everything(operator, data, "chunked")
     assert called[:1] == ["kernel"]
-    assert_as_good(got, everything(operator, data, data.run(operator, "dense")), truth, dtype)
+    assert_as_good(got, everything(operator, data, "dense"), truth, dtype)
 
 
 def test_every_polynomial_link_is_met() -> None:
@@ -166,9 +160,7 @@ def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> N
 # -- its limits ------------------------------------------------------------------------------------------------------
 
 
-def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
-    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+run = functools.partial(general.run, path="chunked")
 
 
 @pytest.mark.parametrize("where", ["q", "k"])
@@ -301,26 +293,11 @@ def test_opcheck() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    operator, tensors = m.squared_affine(), sample(20)
-    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    with pytest.raises(PathError, match="no second derivative"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+    general.check_second_derivatives(m.squared_affine(), sample(20), "chunked")
 
 
 def test_checkpointing_autocast_and_inference_mode() -> None:
-    operator, tensors = m.squared_affine(learn_bias=True), sample()
-    plain = run(operator, tensors)
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
-
-    y = torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=False)
-    again = [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(block(*tensors), block(*(x.bfloat16() for x in tensors)))
-    with torch.inference_mode():
-        assert torch.equal(block(*tensors), plain[0])
+    general.check_modes(m.squared_affine(learn_bias=True), sample(), "chunked")
 
 
 def test_a_call_compiles_without_a_break() -> None:
@@ -337,19 +314,7 @@ def test_a_call_compiles_without_a_break() -> None:
 def test_a_training_step_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tile kernel refused a traced model takes this one."""
     monkeypatch.setattr(tile_path, "refusal", lambda call: "asked for")
-    torch.manual_seed(0)
-    model = CausalLM(ModelConfig(50, 32, ("sq", "sq"), 2, conv=4, rotary=True))
-    tokens = torch.randint(0, 50, (2, 140))
-
-    def step(tokens: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    found = []
-    for once in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        loss = once(tokens)
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() < 1e-5
+    general.check_compiled_training_step(ModelConfig(50, 32, ("sq", "sq"), 2, conv=4, rotary=True), 140)
 
 
 # -- the planner -----------------------------------------------------------------------------------------------------

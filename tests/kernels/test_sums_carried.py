@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.sums_cases import KINDS, assert_as_good, sample
+from kernels.general import sample
+from kernels.sums_cases import KINDS, assert_as_good
 from matrix import Case, inputs, randomised
 from torch import Tensor
 

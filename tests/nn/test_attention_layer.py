@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matrix import CAUSAL_NAMES
+from nn import layers
+from nn.layers import TOLERANCE, tokens
 from nn.neighbourhoods import deaths_by_hand
 
 import zonal
@@ -12,7 +14,6 @@ from zonal.errors import ArgumentError
 from zonal.nn import Attention, Block, Draws, Rotary, SwiGLU
 
 SPECS = (*CAUSAL_NAMES, "ska(power=1)", "ska(power=2)", "sko(readout='concat')", "ska(power=1, fading=True)")
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def size_of(spec):
@@ -44,10 +45,6 @@ def make(spec="softmax", *, dim=12, heads=4, seed=0, **options):
             if norm is not None:
                 norm.weight.uniform_(0.5, 1.5)
     return layer
-
-
-def tokens(batch=2, length=13, dim=12, seed=1):
-    return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # --- definition -----------------------------------------------------------------------------------------------------
@@ -187,58 +184,25 @@ def test_saved_memory_goes_on_where_it_stood(spec, tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_padding_changes_nothing(spec, side):
-    layer, x = make(spec), tokens(1, 9)
-    filler = tokens(1, 4, seed=5)
-    padded = torch.cat((filler, x) if side == "left" else (x, filler), dim=1)
-    mask = torch.tensor([[False] * 4 + [True] * 9 if side == "left" else [True] * 9 + [False] * 4])
-    y = layer(padded, key_padding_mask=mask)
-    assert y.isfinite().all()
-    torch.testing.assert_close(y[mask], layer(x)[0], **TOLERANCE)
+    layer = make(spec)
+    layers.check_padding(layer, side, layer)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_padded_prefill_then_decode_equals_each_row_alone(spec):
-    """Rows of unequal length in one memory, padded on the left or on the right, go on as if each were alone."""
     layer = make(spec)
-    rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
-    more = tokens(3, 4, seed=6)
-    sides = ["left", "right", "left"]
-    mask = torch.zeros(3, 9, dtype=torch.bool)
-    x = tokens(3, 9, seed=7)
-    for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
-        place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
-        mask[index, place] = True
-        x[index, place] = row
-    y, memory = layer(x, return_memory=True, key_padding_mask=mask)
-    holes = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
-    first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
-    second, memory = layer(more[:, 3:], memory=memory)
-    for index, row in enumerate(rows):
-        alone = layer(
-            torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
-        )[0]
-        got = torch.cat((y[index][mask[index]], first[index][holes[index]], second[index]))
-        torch.testing.assert_close(got, alone, **TOLERANCE)
+    layers.check_rows(layer, layer, tokens(3, 9, seed=7))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_packed_documents_equal_separate_ones(spec):
     layer = make(spec)
-    documents = [tokens(1, n, seed=n) for n in (1, 5, 2, 7)]
-    packed = layer(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 1, 6, 8, 15]))
-    torch.testing.assert_close(packed, torch.cat([layer(d) for d in documents], dim=1), **TOLERANCE)
+    layers.check_documents(layer, 7, layer)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_output_depends_on_a_later_token(spec):
-    layer, x = make(spec), tokens()
-    y = layer(x)
-    for t in (0, 5, 12):
-        changed = x.clone()
-        changed[:, t:] = 30 * tokens(seed=9)[:, t:]  # large norms: a maximum over the sequence would leak here
-        difference = (layer(changed) - y).abs().amax(dim=(0, 2))
-        assert difference[:t].max() < 1e-10 if t else True
-        assert difference[t:].max() > 1e-3
+    layers.check_causal(make(spec))
 
 
 # --- what the operator declares -------------------------------------------------------------------------------------

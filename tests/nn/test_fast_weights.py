@@ -3,10 +3,13 @@ masks, and what they equal.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from nn import layers
+from nn.layers import tokens
 
 from zonal import Operator, anchor, attention, link, mechanisms, score
 from zonal.errors import ArgumentError, FileFormatError, PathError
@@ -37,10 +40,6 @@ def make(kind, *, dim=12, seed=0, **options):
             else:
                 parameter.normal_(0.0, 0.5)
     return layer.double()
-
-
-def tokens(batch=2, length=13, dim=12, seed=1):
-    return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # --- definition -----------------------------------------------------------------------------------------------------
@@ -94,16 +93,10 @@ def by_hand(layer, u):
 @pytest.mark.parametrize("path", ["dense", "chunked", "streaming"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_block_size_is_the_recurrence_with_all_gradients(kind, path):
-    layer, u = make(kind), tokens().requires_grad_()
-    weight, leaves = tokens(seed=8), [u, *layer.parameters()]
-    expected = by_hand(layer, u)
-    y = layer(u, path=path)
-    torch.testing.assert_close(y, expected, **TOLERANCE)
-    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
-    got = torch.autograd.grad((y * weight).sum(), leaves)
-    for name, one, other in zip(["u", *dict(layer.named_parameters())], got, wanted, strict=True):
-        assert other.abs().max() > 0, name
-        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}", rtol=1e-6, atol=1e-7)
+    layer = make(kind)
+    layers.check_gradients(
+        layer, path, functools.partial(by_hand, layer), values=TOLERANCE, gradients={"rtol": 1e-6, "atol": 1e-7}
+    )
 
 
 @pytest.mark.parametrize("length", [1, 64, 131])
@@ -117,14 +110,7 @@ def test_float32_over_borders_of_blocks(kind, length):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_output_depends_on_a_later_token(kind):
-    layer, u = make(kind), tokens()
-    y = layer(u)
-    for t in (1, 5, 12):
-        changed = u.clone()
-        changed[:, t:] = 30 * tokens(seed=9)[:, t:]
-        difference = (layer(changed) - y).abs().amax(dim=(0, 2))
-        assert difference[:t].max() < 1e-10
-        assert difference[t:].max() > 1e-3
+    layers.check_causal(make(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,13 +314,8 @@ def test_a_reset_forgets_everything():
 @pytest.mark.parametrize("split", [[1] * 13, [7, 1, 1, 4]], ids=lambda s: "+".join(map(str, s)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_with_memory_equal_one_pass(kind, split):
-    layer, u = make(kind), tokens()
-    memory, found = layer.empty_memory(2), []
-    for piece in u.split(split, dim=1):
-        y, memory = layer(piece, memory=memory)
-        found.append(y)
-    torch.testing.assert_close(torch.cat(found, dim=1), by_hand(layer, u), **TOLERANCE)
-    assert (memory.length, memory.memory.count, memory.memory.kind) == (13, 13, "decayed")
+    layer = make(kind)
+    layers.check_pieces(layer, split, functools.partial(by_hand, layer), TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -374,49 +355,19 @@ def test_the_sums_of_two_spans_merge(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_separate_ones(kind, path):
     layer = make(kind)
-    documents = [tokens(1, n, seed=n) for n in (1, 5, 2, 70)]
-    packed = layer(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 1, 6, 8, 78]), path=path)
-    torch.testing.assert_close(packed, torch.cat([by_hand(layer, d) for d in documents], dim=1), **TOLERANCE)
+    layers.check_documents(layer, 70, functools.partial(by_hand, layer), path, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_prefill_then_decode_equals_each_row_alone(kind):
-    layer = make(kind)
-    rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
-    more, u, mask = (
-        tokens(3, 4, seed=6),
-        torch.full((3, 9, 12), float("nan"), dtype=torch.float64),
-        torch.zeros(3, 9, dtype=torch.bool),
-    )
-    for index, (row, side) in enumerate(zip(rows, ["left", "right", "left"], strict=True)):
-        place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
-        mask[index, place] = True
-        u[index, place] = row
-    y, memory = layer(u.requires_grad_(), return_memory=True, key_padding_mask=mask)
-    assert torch.autograd.grad(y.square().sum(), u)[0].isfinite().all()
-    holes = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
-    first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
-    second, memory = layer(more[:, 3:], memory=memory)
-    for index, row in enumerate(rows):
-        alone = by_hand(
-            layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
-        )[0]
-        torch.testing.assert_close(
-            torch.cat((y[index][mask[index]], first[index][holes[index]], second[index])), alone, **TOLERANCE
-        )
+    layer, filler = make(kind), torch.full((3, 9, 12), float("nan"), dtype=torch.float64)
+    layers.check_rows(layer, functools.partial(by_hand, layer), filler, TOLERANCE)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_near_float32(kind, autocast):
-    layer, u = make(kind).float(), tokens(1, 40).float()
-    expected = layer(u)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        y = layer(u) if autocast else layer.bfloat16()(u.bfloat16())
-    assert y.dtype == torch.bfloat16
-    assert 0 < (y.float() - expected).norm() / expected.norm() < 0.05
-    y.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    layers.check_bfloat16(make(kind), autocast)
 
 
 def of_other_sizes(layer: MesaNet) -> None:

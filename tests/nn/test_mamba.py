@@ -2,17 +2,19 @@
 transformers' own weights.
 """
 
+import functools
 import importlib.util
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from nn import layers
+from nn.layers import TOLERANCE, tokens
 
 from zonal.errors import ArgumentError, FileFormatError, PathError
 from zonal.nn import GatedNorm, Mamba2, Mamba3
 
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 KINDS = ("mamba2", "mamba3", "mamba3-conv")
 
 
@@ -31,10 +33,6 @@ def make(kind="mamba2", *, dim=12, seed=0, **options):
             else:
                 parameter.normal_(0.0, 0.4)
     return layer.double()
-
-
-def tokens(batch=2, length=13, dim=12, seed=1):
-    return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def test_an_adapter_on_the_input_is_heard():
@@ -138,17 +136,8 @@ def by_hand(layer, u):
 @pytest.mark.parametrize("path", ["dense", "tiled", "chunked", "streaming", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_path_is_the_recurrence_with_all_gradients(kind, path):
-    layer, u = make(kind), tokens().requires_grad_()
-    weight = tokens(seed=8)
-    leaves = [u, *layer.parameters()]
-    expected = by_hand(layer, u)
-    y = layer(u, path=path)
-    torch.testing.assert_close(y, expected, **TOLERANCE)
-    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
-    got = torch.autograd.grad((y * weight).sum(), leaves)
-    for name, one, other in zip(["u", *dict(layer.named_parameters())], got, wanted, strict=True):
-        assert other.abs().max() > 0, name
-        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
+    layer = make(kind)
+    layers.check_gradients(layer, path, functools.partial(by_hand, layer))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,14 +170,7 @@ def test_steps_within_their_limits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_output_depends_on_a_later_token(kind):
-    layer, u = make(kind), tokens()
-    y = layer(u)
-    for t in (0, 5, 12):
-        changed = u.clone()
-        changed[:, t:] = 30 * tokens(seed=9)[:, t:]
-        difference = (layer(changed) - y).abs().amax(dim=(0, 2))
-        assert difference[:t].max() < 1e-10 if t else True
-        assert difference[t:].max() > 1e-3
+    layers.check_causal(make(kind))
 
 
 def test_steps_and_rates_start_where_they_should():
@@ -211,13 +193,8 @@ def test_steps_and_rates_start_where_they_should():
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_with_memory_equal_one_pass(kind, split):
-    layer, u = make(kind), tokens()
-    memory, parts = layer.empty_memory(2), []
-    for piece in u.split(split, dim=1):
-        y, memory = layer(piece, memory=memory)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, dim=1), by_hand(layer, u), **TOLERANCE)
-    assert (memory.length, memory.memory.count, memory.memory.kind) == (13, 13, "decayed")
+    layer = make(kind)
+    layers.check_pieces(layer, split, functools.partial(by_hand, layer))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,44 +257,20 @@ def test_a_long_memory_keeps_its_angles():
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_separate_ones(kind, path):
     layer = make(kind)
-    documents = [tokens(1, n, seed=n) for n in (1, 5, 2, 7)]
-    packed = layer(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 1, 6, 8, 15]), path=path)
-    torch.testing.assert_close(packed, torch.cat([by_hand(layer, d) for d in documents], dim=1), **TOLERANCE)
+    layers.check_documents(layer, 7, functools.partial(by_hand, layer), path)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_changes_nothing(kind, side):
-    layer, u = make(kind), tokens(1, 9)
-    filler = 50 * tokens(1, 4, seed=5)
-    padded = torch.cat((filler, u) if side == "left" else (u, filler), dim=1)
-    mask = torch.tensor([[False] * 4 + [True] * 9 if side == "left" else [True] * 9 + [False] * 4])
-    y = layer(padded, key_padding_mask=mask)
-    assert y.isfinite().all()
-    torch.testing.assert_close(y[mask], by_hand(layer, u)[0], **TOLERANCE)
+    layer = make(kind)
+    layers.check_padding(layer, side, functools.partial(by_hand, layer))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_prefill_then_decode_equals_each_row_alone(kind):
     layer = make(kind)
-    rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
-    more = tokens(3, 4, seed=6)
-    mask = torch.zeros(3, 9, dtype=torch.bool)
-    u = tokens(3, 9, seed=7)
-    for index, (row, side) in enumerate(zip(rows, ["left", "right", "left"], strict=True)):
-        place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
-        mask[index, place] = True
-        u[index, place] = row
-    y, memory = layer(u, return_memory=True, key_padding_mask=mask)
-    holes = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
-    first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
-    second, memory = layer(more[:, 3:], memory=memory)
-    for index, row in enumerate(rows):
-        alone = by_hand(
-            layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
-        )[0]
-        got = torch.cat((y[index][mask[index]], first[index][holes[index]], second[index]))
-        torch.testing.assert_close(got, alone, **TOLERANCE)
+    layers.check_rows(layer, functools.partial(by_hand, layer), tokens(3, 9, seed=7))
 
 
 # --- precisions -----------------------------------------------------------------------------------------------------
@@ -326,18 +279,7 @@ def test_padded_prefill_then_decode_equals_each_row_alone(kind):
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_near_float32(kind, autocast):
-    layer, u = make(kind).float(), tokens(1, 40).float()
-    expected = layer(u)
-    if autocast:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = layer(u)
-    else:
-        y = layer.bfloat16()(u.bfloat16())
-    assert y.dtype == torch.bfloat16
-    error = (y.float() - expected).norm() / expected.norm()
-    assert 0 < error < 0.05
-    y.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    layers.check_bfloat16(make(kind), autocast)
 
 
 def test_gated_norm_is_its_equation():

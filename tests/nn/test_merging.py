@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nn.layers import tokens
 
 from zonal import anchor, prior
 from zonal import mechanisms as m
@@ -11,10 +12,6 @@ from zonal.nn.merging import matched
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 SPECS = ("softmax", "cosine", "yat", "sko", "linear", "squared_affine", "rewa", "rewa_operator")
-
-
-def tokens(batch=2, length=13, dim=12, seed=1):
-    return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(spec="softmax", **options):

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mistake(message: str) -> int:
-    """Tell a mistake in one line; a word of hundreds of letters is cut."""
+    """Print a mistake in one line, and cut words of hundreds of letters."""
     line = re.sub(r"\S{280,}", lambda word: f"{word[0][:40]}… ({len(word[0]):,} characters)", " ".join(message.split()))
     print(f"zonal: {line}", file=sys.stderr)
     return MISTAKE

@@ -190,7 +190,7 @@ def execute(
 def run(options: Compare, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.resume is not None:
-        # a preset sets many options, of which its name alone was written
+        # a preset sets many options, of which the user wrote only its name
         plain = Compare() if options.preset is None else dataclasses.replace(options, preset=None)
         refuse_settings("compare", options.resume, options, plain, "retry_failed", "jobs", "workers", "threads")
         comparison = Comparison.open(options.resume)
@@ -216,7 +216,7 @@ def run(options: Compare, command: str) -> int:
 
 
 def print_summary(summary: report.Summary) -> None:
-    """The headline, one sentence each on what stands behind it, and the table of results."""
+    """Print the headline, the flags and sentences, and the table of results."""
     print(f"\n{summary.headline}")
     for flag in summary.flags:
         print(f"  ! {flag.sentence}")
@@ -243,8 +243,7 @@ def print_summary(summary: report.Summary) -> None:
 def exit_code(result: ComparisonResult, directory: Path, jobs: int | str = 1) -> int:
     """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do.
 
-    jobs: how many runs there were at a time, or "ray". It is of the machine and not of the comparison, so that the line
-    says it.
+    jobs: how many runs there were at a time, or "ray". The comparison does not store it, so the line repeats it.
     """
     option = "--workers" if isinstance(jobs, str) else "--jobs"
     again = f"zonal compare --resume {shlex.quote(str(directory))}" + ("" if jobs == 1 else f" {option} {jobs}")

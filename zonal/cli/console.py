@@ -19,7 +19,7 @@ def screen(width: int = 160) -> Console:
 def table(
     title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], bold: str | None = None
 ) -> RenderableType:
-    """Numbers stand right, everything in a table of two or three columns of words left."""
+    """A table: numbers are aligned right, and everything in a table of two or three columns left."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0), header_style="dim"
     )

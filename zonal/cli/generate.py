@@ -58,7 +58,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Codec:
-    """How a model's tokens are written and read. ``joint``: what stands between two decoded pieces."""
+    """How a model's tokens are written and read. ``joint``: the text between two decoded pieces."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]

@@ -90,7 +90,7 @@ def named(words: Sequence[str], command: str) -> tuple[str, Preset] | None:
 
 
 def given(words: Sequence[str], option: str) -> str | None:
-    """What stands after an option on a command line: "" where nothing does, None where the option is not there."""
+    """The word after an option of a command line: "" where there is none, None where the option is missing."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
@@ -151,7 +151,7 @@ def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Prese
 def _options(kind: type, values: Mapping[str, Any], command: str) -> Any:
     """Options of a class by name; the others are at their defaults."""
     check_fields("preset", kind, values)
-    # TOML knows no tuples
+    # TOML has no tuples
     options = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     limits.check(command, options)
     return options

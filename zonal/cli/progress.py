@@ -1,7 +1,7 @@
 """What a person sees while training: bars, an estimate of the time left and a live table, or plain lines where no
 terminal is.
 
-``Board`` adds up the events and knows nothing of screens. ``watching`` picks the display: a live one on a terminal,
+``Board`` adds up the events, whatever displays them. ``watching`` picks the display: a live one on a terminal,
 otherwise one line for each thing that happened.
 """
 
@@ -29,7 +29,7 @@ _SMOOTHING = 0.1
 
 @dataclass
 class RunBoard:
-    """The latest of one run. ``loss`` is smoothed over steps, ``speed`` in tokens a second of training."""
+    """The latest numbers of one run. ``loss`` is smoothed over steps, ``speed`` in tokens a second of training."""
 
     operator: str
     label: str

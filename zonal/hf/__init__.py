@@ -38,7 +38,7 @@ AutoConfig.register(ZonalConfig.model_type, ZonalConfig)
 AutoConfig.register(ZonalVisionConfig.model_type, ZonalVisionConfig)
 AutoModel.register(ZonalConfig, ZonalModel)
 AutoModelForCausalLM.register(ZonalConfig, ZonalForCausalLM)
-# here Trainer looks whether the labels of a model are to be shifted before it smooths them
+# Trainer reads this mapping to decide whether it shifts the labels of a model before it smooths them
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ZonalConfig.model_type] = ZonalForCausalLM.__name__
 AutoModelForMaskedLM.register(ZonalConfig, ZonalForMaskedLM)
 AutoModelForSequenceClassification.register(ZonalConfig, ZonalForSequenceClassification)

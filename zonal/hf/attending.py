@@ -19,8 +19,8 @@ from zonal.hf.packing import MaskFunction, offsets_of_mask
 from zonal.stretch import active
 
 _SOME_SIZE = 64  # of a head, a square as some scores need it
-# what models may hand to their attention and an operator has no place for
-_UNKNOWN = ("output_attentions", "softcap", "position_bias", "s_aux", "head_mask", "cache")
+# arguments that models may pass to their attention and operators do not support
+_UNSUPPORTED = ("output_attentions", "softcap", "position_bias", "s_aux", "head_mask", "cache")
 
 
 def attend(
@@ -50,6 +50,30 @@ def attend(
             the weights, dropout with a ``MemoryCache``, another mask, or an offloaded operator.
     """
     call = "hf.attend"
+    operator = _loaded(call, module, query)
+    mask = _mask_of(call, module, attention_mask, others)
+    _check_stretch(call, module, query, mask, others.get("position_ids"))
+    query = unscaled(module, query, scaling)
+    own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
+    if sliding_window is not None and (own is None or own.left >= sliding_window):
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
+            "Window. Convert the model again."
+        )
+    causal = _causal(call, module, others)
+    past = MemoryCache.of_keys(key)
+    check_window(call, module, None if own is None else own.left + 1, causal=causal)
+    if past is None:
+        y = _attention(query, key, value, operator, causal, mask, dropout=dropout)
+    else:
+        _check_cached(call, module, causal, dropout)
+        cache, layer = past
+        y = cache.read(layer, operator, query, key, value, mask.real)
+    return read_out(module, operator, y.transpose(1, 2)).contiguous(), None  # some models take a view of it
+
+
+def _loaded(call: str, module: nn.Module, query: Tensor) -> Operator:
+    """The operator of a layer. Raises: ArgumentError where it has none, or where its weights are not on the device."""
     operator = operator_of(module)
     if operator is None:
         raise ArgumentError(
@@ -63,39 +87,27 @@ def attend(
             "brings weights only to modules that are called. Load the model with a device_map without offloading, "
             "such as {'': 'cpu'}."
         )
-    mask = _mask_of(call, module, attention_mask, others)
-    _check_stretch(call, module, query, mask, others.get("position_ids"))
-    query = unscaled(module, query, scaling)
-    own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
-    if sliding_window is not None and (own is None or own.left >= sliding_window):
+    return operator
+
+
+def _check_cached(call: str, module: nn.Module, causal: bool, dropout: float) -> None:
+    """Raise ArgumentError for a call with a ``MemoryCache`` that memories cannot answer."""
+    name = type(module).__name__
+    if not causal:
         raise ArgumentError(
-            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
-            "Window. Convert the model again."
-        )
-    causal = _causal(call, module, others)
-    past = MemoryCache.of_keys(key)
-    check_window(call, module, None if own is None else own.left + 1, causal=causal)
-    if not causal and past is not None:
-        raise ArgumentError(
-            f"{call}: {type(module).__name__} has a MemoryCache, which keeps earlier tokens, and the call asks that "
+            f"{call}: {name} has a MemoryCache, which keeps earlier tokens, and the call asks that "
             "each token sees all (is_causal=False). Pass use_cache=False."
         )
-    if past is not None:
-        cache, layer = past
-        if active() is not None:
-            raise ArgumentError(
-                f"{call}: within sequence_parallel the past is in other ranks, and memories are not filled. Pass "
-                "use_cache=False."
-            )
-        if dropout:
-            raise ArgumentError(
-                f"{call}: {type(module).__name__} is in training and sets weights of attention to zero "
-                f"(dropout={dropout}), which memories do not hold. Pass use_cache=False, or call model.eval() first."
-            )
-        y = cache.read(layer, operator, query, key, value, mask.real)
-    else:
-        y = _attention(query, key, value, operator, causal, mask, dropout=dropout)
-    return read_out(module, operator, y.transpose(1, 2)).contiguous(), None  # some models take a view of it
+    if active() is not None:
+        raise ArgumentError(
+            f"{call}: within sequence_parallel the past is in other ranks, and memories are not filled. Pass "
+            "use_cache=False."
+        )
+    if dropout:
+        raise ArgumentError(
+            f"{call}: {name} is in training and sets weights of attention to zero "
+            f"(dropout={dropout}), which memories do not hold. Pass use_cache=False, or call model.eval() first."
+        )
 
 
 def register() -> tuple[str, ...]:
@@ -174,7 +186,9 @@ def _kept(operator: Operator) -> str | None:
 
 
 class _Mask(NamedTuple):
-    """What keys count: ``real`` (B, S) bool, or the offsets of documents in rows one behind the other. None: all."""
+    """Which keys count: ``real`` (B, S) bool, or the offsets of documents packed into rows, which are joined in order.
+    Both None: all keys.
+    """
 
     real: Tensor | None = None
     offsets: Tensor | None = None
@@ -194,15 +208,15 @@ def _attention(
 
 
 def _mask_of(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[str, Any]) -> _Mask:
-    """What a mask of ``padding`` says.
+    """A mask of ``padding`` as a ``_Mask``.
 
     Raises: ArgumentError for another mask, for a layer that asks for something that operators do not support, and for
         packed documents where transformers has made a mask of one sequence per row.
     """
-    asked = next((name for name in _UNKNOWN if _asks(others.get(name))), None)
+    asked = next((name for name in _UNSUPPORTED if _asks(others.get(name))), None)
     if asked is not None:
         raise ArgumentError(
-            f"{call}: {type(module).__name__} asks for {asked}, which operators do not know. Use "
+            f"{call}: {type(module).__name__} asks for {asked}, which operators do not support. Use "
             "another attn_implementation for this model."
         )
     if mask is not None and mask.dim() == 1:
@@ -277,10 +291,8 @@ def padding(
         ArgumentError: the mask has another shape, or is of another kind: a function of the user's, blocks that see
             later tokens, or a cache with space for later tokens.
     """
-    plain, grows = (
-        allow_is_causal_skip or allow_is_bidirectional_skip,
-        int(q_offset) + q_length == kv_offset + kv_length,
-    )
+    plain = allow_is_causal_skip or allow_is_bidirectional_skip
+    grows = int(q_offset) + q_length == kv_offset + kv_length
     could_pack = q_length == kv_length and attention_mask is None and not use_vmap
     if not grows or not (plain or could_pack):
         raise ArgumentError(

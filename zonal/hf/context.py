@@ -61,7 +61,7 @@ class ContextMemory:
         self._tokens: dict[str, int] = {}
 
     def read(self, name: str, text: str) -> "Document":
-        """Read a document and keep it under a name. It may be as long as it likes.
+        """Read a document and keep it under a name. It may have any length.
 
         Raises: ArgumentError for a name that is taken and for a text without tokens; nothing is then kept.
         """
@@ -160,7 +160,9 @@ class ContextMemory:
         """
         tokens = self._encoded(text)
         if tokens.shape[1] < 2:
-            raise ArgumentError("ContextMemory.score: a text of at least two tokens is required; the first counts not.")
+            raise ArgumentError(
+                "ContextMemory.score: a text of at least two tokens is required; the first has no score."
+            )
         logits = self._read(tokens, new_cache(self.model, self.memory(names)), keep=0)
         found = logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])
         return float(found.double().sum())
@@ -229,7 +231,7 @@ class ContextMemory:
         taken = [name for name, *_ in entries if name in self._documents]
         if taken:
             raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
-        like = new_cache(self.model)  # says of which shape the memories of the layers are
+        like = new_cache(self.model)  # has the shapes of the layers' memories
         self._read(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
         layers = like.memory().layers
         found = {name: ModelMemory(load_memories(source / file, layers)) for name, _, file in entries}

@@ -55,7 +55,7 @@ def by_position(losses: Tensor, edges: Sequence[int]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Question:
-    """A text whose end asks for something that stands in it, and the answer."""
+    """A text that ends with a question about its content, and the answer."""
 
     text: str
     answer: str

@@ -93,7 +93,7 @@ def check_caching(call: str, layers: Sequence[Any]) -> None:
 
 
 def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) -> list[Choice]:
-    """What each of ``count`` layers is to get."""
+    """The choice for each of ``count`` layers."""
     if layers is None:
         return [operator] * count
     if callable(layers):
@@ -126,7 +126,7 @@ def operator_of(layer: Any) -> Operator | None:
 
 
 def head_dim(layer: Any) -> Any:
-    """Numbers per head, which models call by three names."""
+    """Numbers per head; models have one of three names for it."""
     return next((size for name in _SIZES if isinstance(size := getattr(layer, name, None), int)), None)
 
 
@@ -141,8 +141,8 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
 
     Raises: ArgumentError for a layer that does more than operators know, and for an operator that does not fit.
     """
-    config, scale, dim = layer.config, scale_of(layer), head_dim(layer)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    dim = head_dim(layer)
+    if "chunked_attention" in (getattr(layer.config, "layer_types", None) or ()):
         raise ArgumentError(
             f"{call}: {type(layer).__name__} is of a model with attention in chunks, which operators do not have. "
             "Models with full attention or sliding windows can be converted."
@@ -153,21 +153,10 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
             "attn_logit_softcapping=None (null in its config.json) first. Its predictions then differ a little, which "
             "training can correct."
         )
-    made: Any = operator
-    if isinstance(operator, str):
-        made = mechanisms.resolve(operator)
-    elif callable(operator) and not isinstance(operator, Operator):
-        made = operator(scale)
-    if not isinstance(made, Operator):
-        raise ArgumentError(
-            f"{call}: an operator, a spec such as 'sko', or a function from the scale of a layer to an operator is "
-            f"required for {type(layer).__name__}, received {made!r}."
-        )
     window = window_of(layer)
     check_window(call, layer, window, causal=is_causal(layer))
-    if open_scale(made):
-        made = made.replace(score=dataclasses.replace(made.score, scale=scale))  # type: ignore[call-arg]
-    bare, made = made, windowed(made, window, causal=is_causal(layer))
+    bare = _scaled(call, layer, operator)
+    made = windowed(bare, window, causal=is_causal(layer))
     lacking = need(made, dim, is_causal(layer))
     if lacking is not None:
         raise ArgumentError(
@@ -191,6 +180,23 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
     for slot in own.sized_since(made):  # what they draw is this layer's own
         own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
     return own.to(next(layer.parameters()).device)
+
+
+def _scaled(call: str, layer: Any, operator: Choice) -> Operator:
+    """The operator that was chosen for a layer, with the layer's scale where it has none of its own."""
+    made: Any = operator
+    if isinstance(operator, str):
+        made = mechanisms.resolve(operator)
+    elif callable(operator) and not isinstance(operator, Operator):
+        made = operator(scale_of(layer))
+    if not isinstance(made, Operator):
+        raise ArgumentError(
+            f"{call}: an operator, a spec such as 'sko', or a function from the scale of a layer to an operator is "
+            f"required for {type(layer).__name__}, received {made!r}."
+        )
+    if open_scale(made):
+        made = made.replace(score=dataclasses.replace(made.score, scale=scale_of(layer)))  # type: ignore[call-arg]
+    return made
 
 
 def _others(layer: Any) -> str:

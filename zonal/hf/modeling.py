@@ -35,7 +35,7 @@ from zonal.nn import Block, Records
 from zonal.nn.memory import LayerDecoder, Past
 from zonal.stretch import active
 
-# arguments of other models that would change what this one says
+# arguments of other models, which would change the output
 _FOREIGN = ("token_type_ids", "head_mask", "encoder_hidden_states", "encoder_attention_mask", "is_causal")
 
 
@@ -77,6 +77,21 @@ class ZonalPreTrainedModel(PreTrainedModel):
 def _asks(value: Any) -> bool:
     """Whether an argument asks for something: a value other than None and zeros, such as the type of one text."""
     return bool(value.any()) if isinstance(value, Tensor) else value is not None
+
+
+def _check_others(others: Mapping[str, Any], position_ids: Tensor | None) -> None:
+    """Raise ArgumentError for arguments of other models, and for packed documents without positions."""
+    foreign = next((name for name in _FOREIGN if _asks(others.get(name))), None)
+    if foreign is not None:
+        raise ArgumentError(
+            f"ZonalModel: {foreign} is for other models. Leave it out; if a tokenizer makes it, load the tokenizer "
+            "with model_input_names=['input_ids', 'attention_mask']."
+        )
+    if others.get("cu_seq_lens_q") is not None and position_ids is None:
+        raise ArgumentError(
+            "ZonalModel: packed documents are told apart by position_ids, and only cu_seq_lens_q was given. Give "
+            "position_ids that start again from 0 with each document."
+        )
 
 
 class CheckpointedBlock(Block, GradientCheckpointingLayer):
@@ -170,17 +185,7 @@ class ZonalModel(ZonalPreTrainedModel):
         Raises: ArgumentError for tokens, a mask, cache or positions that do not fit, for ``output_attentions``, and for
             arguments of other models.
         """
-        foreign = next((name for name in _FOREIGN if _asks(others.get(name))), None)
-        if foreign is not None:
-            raise ArgumentError(
-                f"ZonalModel: {foreign} is for other models. Leave it out; if a tokenizer makes it, load the tokenizer "
-                "with model_input_names=['input_ids', 'attention_mask']."
-            )
-        if others.get("cu_seq_lens_q") is not None and position_ids is None:
-            raise ArgumentError(
-                "ZonalModel: packed documents are told apart by position_ids, and only cu_seq_lens_q was given. Give "
-                "position_ids that start again from 0 with each document."
-            )
+        _check_others(others, position_ids)
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("ZonalModel: one of input_ids and inputs_embeds is required.")
         self._refuse_weights(output_attentions)
@@ -253,7 +258,7 @@ class ZonalModel(ZonalPreTrainedModel):
                 f"a real token, received {tuple(mask.shape)}. Operators apply causality and windows themselves."
             )
         real = mask[:, -length:].bool()
-        # a traced graph would break at the question; it takes the mask
+        # reading ``all`` would break a traced graph, which therefore always takes the mask
         return real if torch.compiler.is_compiling() or not bool(real.all()) else None
 
     def _blocks(

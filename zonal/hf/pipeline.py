@@ -195,7 +195,7 @@ class _Conversion:
         }
 
     def measured(self, model: Any, name: str) -> dict[str, Any]:
-        """What a model knows, measured before and after."""
+        """Perplexity, recall and a sample of a model, before or after the conversion."""
         say, settings = self.watch.say, self.settings
         say(f"Measuring {name}: perplexity and recall.")
         asked = {
@@ -207,7 +207,7 @@ class _Conversion:
         return found
 
     def timed(self, models: Mapping[str, Any]) -> None:
-        """Put down speed and bytes of the models. They take turns, since the load of a machine changes over hours."""
+        """Record speed and bytes of the models, measured in turns, since the load of a machine changes over hours."""
         self.watch.say("Measuring time and bytes.")
         vocabulary = self.original.config.get_text_config().vocab_size
         decoding = [{name: examine.decoding(model, length) for name, model in models.items()} for length in _LENGTHS]

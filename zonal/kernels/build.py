@@ -117,7 +117,7 @@ def understands(compiler: str, isa: InstructionSet) -> bool:
     try:
         return takes(*isa.flags) or not takes()
     except (OSError, subprocess.SubprocessError):
-        return True  # it does not run: compiling says so
+        return True  # it does not run, which compiling reports
 
 
 @functools.lru_cache(maxsize=8)

@@ -37,7 +37,7 @@ _ROUNDS = 5
 
 @functools.lru_cache(maxsize=1)
 def features() -> frozenset[str]:
-    """What the processor and the operating system report, in the words of Linux; torch knows some of them elsewhere."""
+    """Instructions of this processor, as Linux names them; on other systems, those that torch reports."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -74,7 +74,7 @@ def say(text: str) -> None:
 def usable(source: str, dtype: torch.dtype = torch.float32) -> tuple[list[InstructionSet], bool]:
     """(The sets of this processor for a source and a type, the highest first; whether ZONAL_ISA asks for the first.)
 
-    If ZONAL_ISA names a set that is unknown or missing, that is said once, and the next lower one is used.
+    If ZONAL_ISA names a set that is unknown or missing, it warns once and uses the next lower one.
     """
     sets = [isa for isa in SETS if isa.compiles(source) and (dtype == torch.bfloat16 or not isa.pairs)]
     able = [isa for isa in sets if isa.needs <= features()]

@@ -110,18 +110,7 @@ class Decoder:
         self.spec = spec
         self._guarded = "" if maps is None else maps.query.name
         made = dim if maps is None else _width(maps.key)
-        roots = tails = None
-        if spec.degree > 2:
-            table = tables(spec.degree, spec.lowest, made)
-            roots = (
-                empty(table.roots.shape[0])
-                .scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + made :]
-                .clone()
-            )
-            counts = [
-                [math.comb(made - i + power - 2, power - 1) for i in range(made)] for power in range(2, spec.degree + 1)
-            ]
-            tails = torch.tensor(counts, dtype=torch.int32, device="cpu")
+        roots, tails = _of_powers(spec, made) if spec.degree > 2 else (None, None)
         call = Arguments(_DECODER, {
             "B": batch, "H": heads, "Hkv": kv_heads, "D": dim, "E": made, "P": value_dim, "F": weights.shape[1],
             "degree": spec.degree, "lowest": spec.lowest, "heads_weigh": weights.shape[0] > 1,
@@ -141,7 +130,6 @@ class Decoder:
             call.point("near", window.near)
             call.point("share", window.share)
         self._kept, self._rules, self._window = call, call.packed(), window
-        self._square = dim == value_dim
         self._state = batch, kv_heads, weights.shape[1], value_dim + (spec.anchor == "row")
         self._function = FAMILY.load().zonal_decode
 
@@ -174,15 +162,12 @@ class Decoder:
         if not qs[3] == ks[3] == vs[3] == 1 or q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
+        dtype, (_, _, kv_heads, dim, value_dim) = q.dtype, self.spec.shape
         # Allocated first, in the memory of the state before the last. A small y there would move states to new pages.
         after = torch.empty_like(state) if into is None else into
-        # like another tensor is made in half the time, which is a good part of a short step
-        y = (
-            torch.empty_like(q)
-            if self._square and q.is_contiguous()
-            else empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
-        )
-        dtype, (_, _, kv_heads, dim, value_dim) = q.dtype, self.spec.shape
+        # empty_like takes half the time of empty, which is a good part of a short step
+        like_q = value_dim == dim and q.is_contiguous()
+        y = torch.empty_like(q) if like_q else empty(batch, heads, tokens, value_dim, dtype=dtype)
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True),
             address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
@@ -221,6 +206,14 @@ class Decoder:
         )  # fmt: skip
 
 
+def _of_powers(spec: DecodeSpec, made: int) -> tuple[Tensor, Tensor]:
+    """The ``roots`` and ``tails`` of the kernel's rules for powers above 2 of a product of ``made`` numbers."""
+    table = tables(spec.degree, spec.lowest, made)
+    roots = empty(table.roots.shape[0]).scatter_(0, table.place.long(), table.roots)
+    tails = [[math.comb(made - i + power - 2, power - 1) for i in range(made)] for power in range(2, spec.degree + 1)]
+    return roots[1 - spec.lowest + made :].clone(), torch.tensor(tails, dtype=torch.int32, device="cpu")
+
+
 def _width(layer: FeatureLayer) -> int:
     """The number of features of a layer."""
     made = sum(each.count for each in layer.activations)
@@ -228,7 +221,7 @@ def _width(layer: FeatureLayer) -> int:
 
 
 def _sizes(layer: FeatureLayer) -> Mapping[str, int]:
-    """What the kernel's ``Map`` says of a layer besides its matrix and functions."""
+    """The members of the kernel's ``Map`` besides the matrix and functions of a layer."""
     heads, rows = (1, 0) if layer.weight is None else layer.weight.shape[:2]
     return {
         "heads": heads, "rows": rows, "count": len(layer.activations),

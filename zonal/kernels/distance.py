@@ -61,7 +61,7 @@ class DistanceInputs(NamedTuple):
 
 
 def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, ctypes.CDLL, int]:
-    """What the kernel is told, the library, and the width of a point as it lies in it."""
+    """The arguments of the kernel, its library, and the width of a point in the kernel's layout."""
     shared, library = inputs.tiles, FAMILY.load()
     sizes = rows_and_keys(shared, spec.rules)
     numbers = {f"call.{name}": number for name, number in sizes.items()}

@@ -153,7 +153,7 @@ def missing(code: Formula, source: str) -> Reason:
             f"no C++ compiler was found ({_looked_for()}; set CXX, or install g++ or clang++) and no good library "
             f"of source {source!r} for link {code.name!r} came with the package"
         )
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+    if torch.compiler.is_compiling():  # a traced graph contains the kernel, and reports when it is missing
         return None
     found = failure(code, source) or _no_library(code, source)
     return None if found is None else f"the kernel could not be had ({found})"
@@ -316,7 +316,7 @@ _failed: dict[tuple[Formula, str], str] = {}
 
 
 def forget() -> None:
-    """Look for libraries anew, as a new process would; tests move what is there."""
+    """Forget which libraries were found, as a new process would; tests move them."""
     for cached in (_chosen, _carried, _loaded, choice.say, recipe.broken):
         cached.cache_clear()
     _failed.clear()

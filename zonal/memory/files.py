@@ -47,7 +47,7 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         groups[group][rest] = tensor
     if not any(
         tensor.dtype == torch.bool for tensor in groups["memory"].values()
-    ):  # padded tokens, which a mask tells, may hold anything
+    ):  # with a mask there are padded tokens, which may hold anything
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise FileFormatError(

@@ -299,7 +299,7 @@ class GramStatistics(Summed):
         so is what its rounding has left unsymmetric: after 30 nats of decay nothing of it is left. The compiled steps
         of a decoder keep it symmetric, and update theirs.
         """
-        if self.fades or torch.compiler.is_compiling():  # a graph cannot ask whether the kept one is of these values
+        if self.fades or torch.compiler.is_compiling():  # a graph cannot check that the kept one is of these values
             return self.made(bound)
         version = ridge_version(self.operator)
         recorded = _recorded(self.gram, *self.operator.learned_parts.values())

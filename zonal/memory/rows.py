@@ -141,7 +141,7 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     aligned = [memory.preceded(n) for memory, n in zip(memories, spare, strict=True)]
     form = first.form._replace(batch=sum(memory.form.batch for memory in memories))
     named, plain = _joined_rows([memory.tensors() for memory in aligned]), aligned[0].plain()
-    if any(memory.plain() != plain for memory in aligned):  # borders that only some rows know
+    if any(memory.plain() != plain for memory in aligned):  # borders that only some rows have
         seams = {name for memory in aligned for name in memory.plain()}
         named, plain = {name: x for name, x in named.items() if name.partition(".")[0] not in seams}, {}
     whole = first.restored(first.operator, form, count, named, plain).keeping(aligned, torch.cat)

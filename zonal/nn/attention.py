@@ -473,9 +473,7 @@ class Attention(TokenMixer):
             (k, _, read), inner, log_decay = self._of_context(context, None, x.shape[0]), x, None
             q = self._lifted(self._queries(x))
         units = torch.eye(k.shape[2], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
-        masses = Masses(
-            self._mass(self.query_mass, self.heads, inner), self._mass(self.key_mass, self.kv_heads, read)
-        )
+        masses = Masses(self._mass(self.query_mass, self.heads, inner), self._mass(self.key_mass, self.kv_heads, read))
         call = prepare(
             self.operator, q.double(), k.double(), units, causal=self.causal and context is None, log_decay=log_decay,
             masses=masses,

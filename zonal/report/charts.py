@@ -72,10 +72,10 @@ def _held(run: Run, runs: Sequence[Run]) -> list[Point]:
 
 def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | None:
     """Mean and deviation over seeds at each step that every one of the longest-lived seeds has reached."""
-    by_step: dict[int, list[tuple[int, Point]]] = {}
+    by_step: dict[int, dict[int, Point]] = {}
     for seed, points in curves:
         for point in points:
-            by_step.setdefault(point.step, []).append((seed, point))
+            by_step.setdefault(point.step, {})[seed] = point
     if not by_step:
         return None
     most = max(len(found) for found in by_step.values())
@@ -83,32 +83,27 @@ def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | No
     rows = [by_step[step] for step in steps]
 
     def column(read: Callable[[Point], float | None]) -> dict[str, Any] | None:
-        if any(read(point) is None for row in rows for _, point in row):
+        if any(read(point) is None for row in rows for point in row.values()):
             return None
-        totals = [spread([float(read(point) or 0.0) for _, point in row]) for row in rows]
+        totals = [spread([float(read(point) or 0.0) for point in row.values()]) for row in rows]
         return {
             "mean": [formats.short(total.mean, 5) for total in totals],
             "sd": [formats.short(total.deviation, 5) for total in totals],
         }
 
-    seeds = sorted({seed for row in rows for seed, _ in row})
     each = []
-    for seed in seeds:
-        points = [next((point for found, point in row if found == seed), None) for row in rows]
+    for seed in sorted(set().union(*rows)):
+        points = [row.get(seed) for row in rows]
         columns = {
             "seconds": [point and formats.short(point.seconds) for point in points],
             "loss": [point and formats.short(point.loss) for point in points],
             "accuracy": [point and formats.short(point.accuracy) for point in points],
         }
-        each.append(
-            {
-                "seed": seed,
-                **{name: values for name, values in columns.items() if any(value is not None for value in values)},
-            }
-        )
+        known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        each.append({"seed": seed, **known})
     return {
         "steps": steps,
-        "seconds": [formats.short(math.fsum(point.seconds for _, point in row) / len(row)) for row in rows],
+        "seconds": [formats.short(math.fsum(point.seconds for point in row.values()) / len(row)) for row in rows],
         "loss": column(lambda point: point.loss),
         "accuracy": column(lambda point: point.accuracy),
         "seeds": each,

@@ -25,7 +25,7 @@ _DIVERGED = re.compile(r"(loss|gradient norm) became")
 @dataclass(frozen=True)
 class Flag:
     """kind: "not learned", "some seeds not learned", "edge", "one rate", "one seed", "parameters", "steps" or "failed".
-    operators: whom it is about, by their specs; empty where it is about all.
+    operators: the specs of those concerned; empty where all are.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The words of the page, explained once for readers who come from elsewhere."""
+"""Explanations of the terms on the page, for readers who do not know the library."""
 
 from collections.abc import Mapping
 

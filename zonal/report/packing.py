@@ -1,4 +1,4 @@
-"""The pages of a folder, whatever ran in it, and its packed form: what is kept of an experiment once it is over."""
+"""The pages of a comparison or a search, and its packed form, in which finished experiments are kept."""
 
 import errno
 import json
@@ -45,8 +45,8 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.tar.xz`` (see
     ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all. Of a comparison it
     leaves out runs that have not ended, which ``zonal compare --resume`` makes, and what was seen inside memories and
-    keys of runs that the page does not draw. Paths of texts and tokenisers stand as the command named them, without the
-    folder of the machine in which they lay.
+    keys of runs that the page does not draw. Paths of texts and tokenisers are written as in the command, without the
+    folders of the machine that ran it.
 
     Raises: ArgumentError when ``out`` is there already, no run has ended, or runs of a search have not. FileFormatError
     when a file in ``folder`` is damaged. InsufficientSpaceError when the disk is full, FileWriteError for what else the
@@ -58,18 +58,7 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
         raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
     if (source / archive.NAME).is_file():
         raise ArgumentError(f"pack: {source} is packed already (it has {archive.NAME}). Copy the folder as it is.")
-    contents = archive.members(source)
-    runs = {name: data for name, data in contents.items() if name.endswith("/run.json")}
-    left_out = {os.path.dirname(name) for name, data in runs.items() if not _ended(source / name, data)}
-    contents = {name: data for name, data in contents.items() if os.path.dirname(name) not in left_out}
-    if left_out and (not contents or (source / "search.json").is_file()):
-        raise ArgumentError(
-            f"pack: {len(left_out)} runs of {source} have not ended. Finish them with "
-            f"--resume {shlex.quote(str(source))}."
-        )
-    if (source / "comparison.json").is_file():
-        undrawn = _undrawn(source, runs)
-        contents = {name: data for name, data in contents.items() if name not in undrawn}
+    contents = _kept(source)
     settings = {name: (source / name).read_bytes() for name in KEPT if (source / name).is_file()}
     try:
         with store.staged_folder(target) as staging:
@@ -87,6 +76,24 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
             raise store.write_error("pack", target, error) from error
         raise ArgumentError(f"pack: {target} is there already: another process has written it.") from error
     return target
+
+
+def _kept(source: Path) -> dict[str, bytes]:
+    """The files of runs that the packed form holds.
+
+    Raises: ArgumentError when no run has ended, or runs of a search have not.
+    """
+    contents = archive.members(source)
+    runs = {name: data for name, data in contents.items() if name.endswith("/run.json")}
+    unfinished = {os.path.dirname(name) for name, data in runs.items() if not _ended(source / name, data)}
+    contents = {name: data for name, data in contents.items() if os.path.dirname(name) not in unfinished}
+    if unfinished and (not contents or (source / "search.json").is_file()):
+        raise ArgumentError(
+            f"pack: {len(unfinished)} runs of {source} have not ended. Finish them with "
+            f"--resume {shlex.quote(str(source))}."
+        )
+    undrawn = _undrawn(source, runs) if (source / "comparison.json").is_file() else set()
+    return {name: data for name, data in contents.items() if name not in undrawn}
 
 
 def _name_paths_as_commanded(path: Path) -> None:

@@ -71,13 +71,9 @@ def identifiers(summaries: Sequence[Summary]) -> tuple[str, ...]:
     """A short name of each comparison for links: the task's name, numbered where two share it."""
     names: list[str] = []
     for summary in summaries:
-        base = (
-            "".join(
-                letter if letter.isalnum() else "-" for letter in str(summary.data.task.get("name") or "task").lower()
-            ).strip("-")
-            or "task"
-        )
-        count = sum(name == base or name.startswith(f"{base}-") for name in names)
+        name = str(summary.data.task.get("name") or "task").lower()
+        base = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-") or "task"
+        count = sum(other == base or other.startswith(f"{base}-") for other in names)
         names.append(base if not count else f"{base}-{count + 1}")
     return tuple(names)
 
@@ -109,12 +105,8 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         for row in summary.rows
         if (run := charts.run_of_memories(summary, row)) is not None and run.diagnostics is not None
     ]
-    shown = [run for row in summary.rows for run in charts.drawn_runs(summary, row)]
-    kernels = [
-        row
-        for row in summary.rows
-        if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)
-    ]
+    drawn = {row.operator: charts.drawn_runs(summary, row) for row in summary.rows}
+    shown = [run for runs in drawn.values() for run in runs]
     return {
         "id": identifier,
         "summary": summary,
@@ -135,24 +127,16 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "embeddings": max(
             (space.head for run in shown if run.key_embeddings for space in run.key_embeddings.spaces), default=0
         ),
-        "kernels": [keys[row.operator] for row in kernels],
+        "kernels": [
+            keys[operator]
+            for operator, runs in drawn.items()
+            if any(layer.get("kernel_curve") for run in runs for layer in run.learned)
+        ],
         "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
-        "settings": [
-            ("Task", table.settings(data.task)),
-            ("Model", table.settings(data.model)),
-            *(
-                (
-                    f"Model of {row.label}, where it differs",
-                    table.settings(_differing(data.shapes[row.operator], data.model)),
-                )
-                for row in summary.rows
-                if row.operator in data.shapes
-            ),
-            ("Training", table.settings(data.training)),
-        ],
+        "settings": [(title, table.settings(values)) for title, values in _settings(summary)],
         "versions": table.settings({**data.versions, **({"commit": data.commit} if data.commit else {})}),
         "device": table.device(data.device),
         "swept": len(data.learning_rates) > 1,
@@ -170,9 +154,18 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     }
 
 
-def _differing(shape: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a baseline's own model that are not those of the others."""
-    return {name: value for name, value in shape.items() if value != model.get(name)}
+def _settings(summary: Summary) -> list[tuple[str, Mapping[str, Any]]]:
+    """Settings with their titles; of an operator with a model of its own, those in which its model differs."""
+    data = summary.data
+    own = [
+        (
+            f"Model of {row.label}, where it differs",
+            {name: value for name, value in data.shapes[row.operator].items() if value != data.model.get(name)},
+        )
+        for row in summary.rows
+        if row.operator in data.shapes
+    ]
+    return [("Task", data.task), ("Model", data.model), *own, ("Training", data.training)]
 
 
 def _pictures(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -250,8 +243,6 @@ def _escaped(value: Any) -> Any:
 
 
 def _spark(curve: dict[str, Any] | None) -> str:
-    return (
-        formats.sparkline([value for value in curve["loss"]["mean"] if value is not None])
-        if curve and curve["loss"]
-        else ""
-    )
+    if not curve or not curve["loss"]:
+        return ""
+    return formats.sparkline([value for value in curve["loss"]["mean"] if value is not None])

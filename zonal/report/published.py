@@ -1,4 +1,4 @@
-"""Numbers that a paper prints, to stand beside what was measured, and how its recipe differs from the one that was run.
+"""Numbers that a paper prints, for comparison with what was measured, and how its recipe differs from the one here.
 
 They travel with a comparison (``published`` in comparison.json), so that the page is made from files alone.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class PublishedRow:
     """One row of a table.
 
-    select: which of our cells stand beside it, by slice, one value or several, such as {"task": "needle", "length":
+    select: which of our cells it is compared with, by slice, one value or several, such as {"task": "needle", "length":
     [64, 128]}. values: what is printed, in [0, 1]; None, and NaN in a file, for what is not.
     """
 

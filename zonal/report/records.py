@@ -1,4 +1,4 @@
-"""What a comparison folder says, read from its files alone.
+"""The content of a comparison folder, read from its files alone.
 
 A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside
 ``metrics.jsonl``, ``diagnostics.json`` where its memories were looked into, and ``witnesses.json`` where it attends by
@@ -125,9 +125,7 @@ class Guess:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonData:
-    """Everything in one comparison folder. note: what whoever ran it wants readers to know, put into comparison.json by
-    hand.
-    """
+    """Everything in one comparison folder. note: a remark for readers, added to comparison.json by hand."""
 
     directory: Path
     title: str

@@ -127,12 +127,12 @@ def headline(found: Mapping[str, Any]) -> list[str]:
         has = f"{start['label']}: {found['measured']} {_cost(_last(start))}"
         if not others:
             return [f"No other regime came to the last rung than the start, {has}.", walk]
-        who = (
+        verdict = (
             "The one other that came to the last rung is no better"
             if others == 1
             else f"None of the {others} others that came to the last rung is better"
         )
-        return [f"{who} than the start, {has}.", walk]
+        return [f"{verdict} than the start, {has}.", walk]
     return [
         f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against "
         f"{_cost(_last(start))} for the start, {start['label']}.",

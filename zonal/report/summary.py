@@ -33,7 +33,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Row:
     """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that
-    is better than a guess, None where nobody knows.
+    is better than a guess, None where that is unknown.
     """
 
     operator: str
@@ -177,41 +177,39 @@ def _verdict(data: ComparisonData, leader: Row, other: Row) -> Verdict | None:
     return Verdict(other.operator, sign * found.mean, margin, found.n, within)
 
 
+def _row(data: ComparisonData, operator: str, label: str) -> Row:
+    """An operator at its chosen learning rate, without what needs the other rows: ``best`` and ``speed_ratio``."""
+    runs = [run for run in data.runs if run.operator == operator]
+    sweep = _sweep(runs)
+    rate = _choose(data, sweep)
+    chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
+    trained = fairness.trained_number(data, chosen)
+    means = {found: _final([run for run in each if run.done], data.metric) for found, each in sweep.items()}
+    return Row(
+        operator=operator,
+        label=style.label(operator) if label == operator else label,
+        learning_rate=rate,
+        runs=chosen,
+        planned=len(data.seeds),
+        failed=sum(run.status == "failed" for run in (runs if rate is None else sweep[rate])),
+        **{name: _final(chosen, name) for name in ("loss", "accuracy", "bits_per_byte")},
+        **{name: _over(chosen, name) for name in ("seconds", "tokens_per_second", "peak_memory_bytes")},
+        parameters=next((run.parameters for run in (*chosen, *runs) if run.parameters is not None), None),
+        memory_bytes=next((run.memory_bytes for run in (*chosen, *runs) if run.memory_bytes), {}),
+        slices=_slices(chosen),
+        sweep={found: total for found, total in means.items() if total},
+        best=frozenset(),
+        speed_ratio=None,
+        trained=trained,
+        learned=fairness.learned(data, trained and trained.mean),
+    )
+
+
 def summarise(data: ComparisonData) -> Summary:
     """Table, ranking and sentences of a comparison."""
-    drafts: list[Row] = []
     labels = {run.operator: run.label for run in data.runs} | dict(zip(data.operators, data.labels, strict=False))
-    for operator in dict.fromkeys((*data.operators, *(run.operator for run in data.runs))):
-        runs = [run for run in data.runs if run.operator == operator]
-        sweep = _sweep(runs)
-        rate = _choose(data, sweep)
-        chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
-        label = labels.get(operator, operator)
-        trained = fairness.trained_number(data, chosen)
-        drafts.append(
-            Row(
-                operator=operator,
-                label=style.label(operator) if label == operator else label,
-                learning_rate=rate,
-                runs=chosen,
-                planned=len(data.seeds),
-                failed=sum(run.status == "failed" for run in (runs if rate is None else sweep[rate])),
-                **{name: _final(chosen, name) for name in ("loss", "accuracy", "bits_per_byte")},
-                **{name: _over(chosen, name) for name in ("seconds", "tokens_per_second", "peak_memory_bytes")},
-                parameters=next((run.parameters for run in (*chosen, *runs) if run.parameters is not None), None),
-                memory_bytes=next((run.memory_bytes for run in (*chosen, *runs) if run.memory_bytes), {}),
-                slices=_slices(chosen),
-                sweep={
-                    found: total
-                    for found, each in sweep.items()
-                    if (total := _final([run for run in each if run.done], data.metric))
-                },
-                best=frozenset(),
-                speed_ratio=None,
-                trained=trained,
-                learned=fairness.learned(data, trained and trained.mean),
-            )
-        )
+    operators = dict.fromkeys((*data.operators, *(run.operator for run in data.runs)))
+    drafts = [_row(data, operator, labels.get(operator, operator)) for operator in operators]
     marks = _mark_best(drafts, data.stop)
     softmax = [row.tokens_per_second for row in drafts if style.parse(row.operator)[0] == "softmax"]
     base = next((speed.mean for speed in softmax if speed), None)
@@ -256,7 +254,7 @@ def _words(
     if not ordered:
         best = unlearned[0].value(data.metric)
         assert best is not None
-        assert data.guess is not None  # who is not learned has a value that was held against a guess
+        assert data.guess is not None  # "not learned" means no better than a guess
         best_of = (
             f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best.mean, best.deviation)}, "
             f"a guess {formats.number(data.guess.value)}"

@@ -319,7 +319,7 @@ def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
 
 
 def runs(summary: Summary) -> Table:
-    """Every run, whatever became of it."""
+    """Every run, with its status."""
     metrics = [
         (_METRIC_TITLES[name], lambda run, of=name: Cell(formats.number(run.final and run.final.value(of))))
         for name in metrics_of(summary)
@@ -338,7 +338,7 @@ def runs(summary: Summary) -> Table:
 
 
 def unfinished(summary: Summary) -> Table:
-    """Runs that failed, stopped or are still open, with what they said."""
+    """Runs that failed, stopped or are still open, with their messages."""
     total = f" of {formats.count(summary.data.steps)}" if summary.data.steps else ""
     columns: list[tuple[str, Callable[[Run], Cell]]] = [
         ("Operator", lambda run: Cell(summary.row(run.operator).label)),

@@ -8,10 +8,10 @@ for each sequence, so nothing can be answered but by finding the candidate that 
 the score of query and key decides.
 
 Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence
-belong to a question. So how common a candidate is says nothing, and who names any label in the context is right once in
-as many times as there are candidates. Answers are not written down: what was named before would rule labels out, which
-models learn instead of relations. A label stands after its candidate, as values of associative recall do: a key there
-is of the candidate, by the short convolution or a layer below, and no question meets itself.
+belong to a question. So the frequency of a candidate carries no information, and a random label of the context is right
+once in as many times as there are candidates. Answers are not written down: they would rule out labels for later
+questions, and models learn that instead of relations. A label comes after its candidate, like a value of associative
+recall: the short convolution or a layer below puts the candidate into the key there, and no question finds itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
