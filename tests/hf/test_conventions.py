@@ -41,6 +41,7 @@ def test_a_config_is_the_shape_and_can_be_changed(tmp_path: Any) -> None:
     assert AutoConfig.from_pretrained(tmp_path).shape == config.shape
     changes = {"dim": 64, "heads": 8, "layers": "softmax*3", "rotary": True, "vocab_size": 99}
     assert AutoConfig.from_pretrained(tmp_path, **changes).shape == ModelConfig(**changes)
+    config.rotary = True
     config.rotary_base = 5e5
     assert (config.shape.rotary_base, config.rotary_base) == (5e5, 5e5)
     with pytest.raises(ArgumentError, match="num_hidden_layers is read from the shape, and the argument is called lay"):
