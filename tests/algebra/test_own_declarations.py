@@ -64,6 +64,15 @@ def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.
             zonal.attention(q, k, v, operator, causal=True, path=path)
 
 
+def test_a_declaration_is_a_dataclass() -> None:
+    class Plain(link.Link):
+        def value(self, x: Tensor, c: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ArgumentError, match=r"class Plain must be a frozen dataclass"):
+        zonal.Operator(link=Plain())
+
+
 def test_an_own_score_has_its_own_gradients() -> None:
     operator = zonal.Operator(score=Manhattan())
     leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 40, 3, dtype=torch.float64).unbind(0)]

@@ -1,5 +1,7 @@
 """An operator by the names of its parts: every mechanism has its line, and the line gives the operator."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from matrix import OPERATORS
@@ -73,8 +75,10 @@ def test_parts_that_are_none(arguments, message):
 
 
 def test_parts_of_a_users_own_have_no_name():
-    class Mine(zonal.link.Exp):
-        pass
+    @dataclass(frozen=True)
+    class Mine(zonal.link.Link):
+        def value(self, x, c):
+            return 1 + x.square()
 
     with pytest.raises(ArgumentError, match=r"unknown operator|no spec can name"):
         m.regime_spec(m.softmax().replace(link=Mine()))

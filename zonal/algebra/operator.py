@@ -107,6 +107,11 @@ class Operator(nn.Module):
                     f"Operator: a {kind.__name__.lower()} is required, received {value!r}. "
                     f"See zonal.{kind.__name__.lower()} for the choices."
                 )
+            if not is_dataclass(value):
+                raise ArgumentError(
+                    f"Operator: class {type(value).__name__} must be a frozen dataclass. Write "
+                    "@dataclass(frozen=True) above it."
+                )
         self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
         self.spec = spec or self.name
