@@ -10,7 +10,7 @@ from data import idx
 from zonal import report
 from zonal.cli import compare, presets, train
 from zonal.cli.app import main, parse_options
-from zonal.errors import FileFormatError
+from zonal.errors import ArgumentError, FileFormatError
 from zonal.models.presets import num_parameters
 from zonal.report.published import Published
 from zonal.typed import made
@@ -91,6 +91,8 @@ def test_models_of_a_preset_go_by_their_names():
         assert (spec.operators, spec.labels) == (("yat", operator), ("Yat", label))
         alone = options(f"--preset text-contest --operator {shlex.quote(label)}", train)
         assert train.model_of(alone, spec.task) == spec.model_for(operator)
+    with pytest.raises(ArgumentError, match=r"'Mamba 3' cannot be read .*Models of this preset: Softmax, rotary and"):
+        compare.specification(options("--preset text-contest --operators 'Mamba 3'"), "")
 
 
 OWN = """

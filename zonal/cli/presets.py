@@ -55,8 +55,18 @@ class Preset:
         return ",".join(self.models.values())
 
     def layers_of(self, entry: str) -> str:
-        """The layers of the model that has this name, with or without quotation marks; any other entry as it is."""
-        return self.models.get(entry.strip("'\""), entry)
+        """The layers of the model that has this name, with or without quotation marks; any other entry as it is.
+
+        Raises: ArgumentError for what is neither a name nor layers.
+        """
+        name = entry.strip("'\"")
+        if name in self.models:
+            return self.models[name]
+        try:
+            canonical_layers(entry)
+        except ArgumentError as error:
+            raise ArgumentError(f"{error} Models of this preset: {'; '.join(self.models)}.") from error
+        return entry
 
     def label_of(self, operator: str) -> str | None:
         """The name for people of these layers; None when the preset does not have them."""

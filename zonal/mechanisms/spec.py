@@ -82,8 +82,8 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
         node = ast.parse(spec.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two for deep brackets
         raise ArgumentError(
-            f"operator spec {spec!r} cannot be read ({error}). Write a name or name(argument=value, …), e.g. "
-            "ska(power=1)."
+            f"operator spec {spec!r} cannot be read ({getattr(error, 'msg', error)}). Write a name or "
+            "name(argument=value, …), e.g. ska(power=1)."
         ) from error
     call = node if isinstance(node, ast.Call) else None
     named = node if call is None else call.func

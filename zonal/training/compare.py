@@ -142,7 +142,7 @@ class Comparison:
         """
         workers.check("Comparison.run", "jobs", jobs)
         check_threads("Comparison.run", threads)
-        if jobs != 1:
+        if jobs != 1:  # other processes make the task from its configuration
             tasks.kind_of(self.spec.task.config())
         started, ray = time.perf_counter(), jobs == workers.RAY
         session = workers.session(None, 1) if ray else contextlib.nullcontext()

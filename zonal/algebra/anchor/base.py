@@ -94,8 +94,7 @@ class Anchor(Declaration, abstract=True):
     ``couples``: the weights of a query depend on the other queries.
     ``family``: "sums" (over the keys of a row), "ridge" (solves), "window" (sums over two kernels), "plan", "tree", or
     "" (none of these). It decides which execution paths apply.
-    ``reduces_as``: the name of the anchor in compiled kernels. Each class declares its own, because a subclass may
-    compute something else.
+    ``reduction``: the name of the anchor in compiled kernels, None = they do not have it.
     ``top``: how many keys a row keeps, 0 = all. ``shifts``: the largest number of Koopman steps.
     ``by_query``: each query needs its own inverse.
     ``window``: how many of the last keys a query weighs by the operator's score and link. Earlier keys have the kernel
@@ -104,7 +103,7 @@ class Anchor(Declaration, abstract=True):
 
     slot = "anchor"
     family: ClassVar[Literal["sums", "ridge", "window", "plan", "tree", ""]] = ""
-    reduces_as: ClassVar[Literal["row", "count", "raw", "ridge", None]] = None
+    reduction: ClassVar[Literal["row", "count", "raw", "ridge", None]] = None
     solves: ClassVar[bool] = False
     normalises: ClassVar[bool] = False
     couples: ClassVar[bool] = False
@@ -121,11 +120,6 @@ class Anchor(Declaration, abstract=True):
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
         """As ``Score.started``, for an anchor that a layer has sized."""
         return {}
-
-    @property
-    def reduction(self) -> str | None:
-        """``reduces_as`` of this very class."""
-        return vars(type(self)).get("reduces_as")
 
     def weights(self, blocks: Blocks) -> Tensor:
         """W (B, H, T, S): the definition."""
@@ -205,7 +199,7 @@ class Row(SumAnchor):
     """
 
     normalises = True
-    reduces_as = "row"
+    reduction = "row"
 
     allow_signed: bool = False
 
@@ -292,7 +286,7 @@ class TopK(Anchor):
 class Count(SumAnchor):
     """W_ts = K_ts / M_t, with M_t the number of keys that query t sees. Rows need not sum to one; empty rows give 0."""
 
-    reduces_as = "count"
+    reduction = "count"
 
     def factor(self, state: State, count: Tensor) -> Tensor:
         return torch.where(count > 0, 1 / count.to(state.total.dtype), 0)
@@ -315,7 +309,7 @@ class Count(SumAnchor):
 class Raw(SumAnchor):
     """W = K, without normalisation: the output is a sum over keys."""
 
-    reduces_as = "raw"
+    reduction = "raw"
 
     def factor(self, state: State, count: Tensor) -> Tensor:
         return torch.ones_like(state.mass)

@@ -51,7 +51,7 @@ class Ridge(Anchor):
     """
 
     family = "ridge"
-    reduces_as = "ridge"
+    reduction = "ridge"
     solves = True
     include_self = False
     kv_rows = ("raw_ridge",)
@@ -214,7 +214,6 @@ class Koopman(Ridge):
     Raises: ArgumentError for powers out of range. Source: Echo, eqs. 12, 13 and 22.
     """
 
-    reduces_as = "ridge"
 
     power: int | tuple[int, ...] = 0
     learn_ridge: bool = True

@@ -11,12 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import (
-    Declaration,
-    Derived,
-    Move,
-    vjp,
-)
+from zonal.algebra.declaration import Declaration, Derived, Move, vjp
 from zonal.algebra.metric import DotReduction
 from zonal.algebra.score.feature_layer import FeatureLayer
 from zonal.formula import Term

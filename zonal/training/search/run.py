@@ -90,7 +90,7 @@ class Search:
         parallel.check("Search.run", "workers", workers)
         check_threads("Search.run", threads)
         number = None if workers == parallel.RAY else int(workers)
-        if workers != 1:
+        if workers != 1:  # other processes make the task from its configuration
             tasks.kind_of(self.spec.task.config())
             parallel.require_ray("Search.run")
         with sitting(self.directory, "search") as interrupted:
