@@ -53,6 +53,8 @@ NAMING = (
     "docs/kernel_ridge_measured.md",
     "docs/mechanisms/ska.md",
     "docs/which-operator.md",
+    "docs/recall_measured.md",
+    "docs/text_measured.md",
 )
 
 
