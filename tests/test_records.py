@@ -38,7 +38,7 @@ NAMING = (
     "docs/rewa_ablations.md",
     "docs/verdicts_measured.md",
     "docs/slay_measured.md",
-    "docs/slay_tasks.md",
+    "docs/slay_tasks_measured.md",
     "docs/merging.md",
     "docs/convert_measured.md",
     "docs/convert_trained.md",
@@ -53,6 +53,7 @@ NAMING = (
     "docs/kernel_ridge_measured.md",
     "docs/mechanisms/ska.md",
     "docs/which-operator.md",
+    "docs/echo_variables.md",
     "docs/recall_measured.md",
     "docs/text_measured.md",
 )
