@@ -170,9 +170,7 @@ def gate(cases: Sequence[Case]) -> dict[str, float]:
         common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)
         with torch.no_grad():
             q, k, v = (x.detach() for x in (work.q, work.k, work.v))
-            refused = steps.ridge_refusal(
-                prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge"
-            )
+            refused = steps.ridge_refusal(prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True))
             if refused is not None:
                 raise common.GateError(f"{work.case.kind}, steps: torch would be timed, for {refused}")
             before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])

@@ -187,7 +187,7 @@ def _steps(name: str, case: Case) -> float:
     for tokens in (1, 4):
         q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
         refused = steps.sums_refusal(
-            prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features"
+            prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True)
         )
         if refused is not None:
             raise common.GateError(f"{name}: torch would be timed, for {refused}")

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from zonal import mechanisms
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import machine as machines
 from zonal.execution import plan
-from zonal.execution.call import Held, prepare
+from zonal.execution.call import prepare, resumed
 from zonal.memory import Memory
 
 WITHIN = 1.3
@@ -135,7 +135,7 @@ class Inputs:
         """What the planner takes."""
         call = prepare(self.operator, self.q, self.k, self.v, causal=self.case.causal)
         if self.memory is not None:
-            call = replace(call, memory=self.memory, held=Held.of(self.memory))
+            call = resumed(call, self.memory)
         return plan.choose(call)
 
     def run(self, path: str) -> Any:

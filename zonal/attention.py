@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.call import (
     Call,
-    Held,
     check_carried,
     check_memory,
     empty_memory,
     lowered,
     prepare,
+    resumed,
     thinned,
     weighted,
 )
@@ -155,7 +154,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
     check_draws("attention", memory.operator, call.operator)
     check_memory(call, memory)
     given, memory = memory, memory.unnamed()
-    call = replace(call, memory=memory, held=Held.of(memory))
+    call = resumed(call, memory)
     y, after = run(choose(call, path), call)
     assert after is not None
     warn_of_drift(given.count, after, stacklevel=_CALLER + 1)

@@ -29,7 +29,7 @@ def check_blocks(name: str, case: Case, block: int | None = None) -> None:
             call_of(operator, data)
     else:
         call = call_of(operator, data)
-        assert_same(chunked(call, None, return_memory=False, block=block)[0], dense(call), leaves_of(operator, data))
+        assert_same(chunked(call, block=block)[0], dense(call), leaves_of(operator, data))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 8, 16, 30, 31, 64])
@@ -48,7 +48,7 @@ def test_states_made_again(name: str, stride: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(scan, "_stride", lambda job: stride)
     operator, data = made(name), inputs(PRIME)
     call = call_of(operator, data)
-    assert_same(chunked(call, None, return_memory=False, block=3)[0], dense(call), leaves_of(operator, data))
+    assert_same(chunked(call, block=3)[0], dense(call), leaves_of(operator, data))
 
 
 @pytest.mark.parametrize("padding", ["", "random"])
@@ -68,7 +68,7 @@ def test_documents_cost_no_loop_over_documents(monkeypatch: pytest.MonkeyPatch) 
     runs = []
     monkeypatch.setattr("zonal.execution.paths.chunked.scan", lambda *a: runs.append(a[0].shape) or scan.scan(*a))
     data = inputs(Case(batch=1, heads=1, kv_heads=1, queries=400, keys=400, packed=tuple(range(0, 401, 20))))
-    chunked(call_of(made("squared_affine"), data), None, return_memory=False)
+    chunked(call_of(made("squared_affine"), data))
     assert len(runs) == 1
     assert runs[0][0] == 20
 
@@ -105,7 +105,7 @@ def test_what_is_kept_for_backward(name: str) -> None:
 @pytest.mark.parametrize("name", ["squared_affine", "retention", "linear", "ska-0", "ska-1"])
 def test_second_derivative_is_refused(name: str) -> None:
     data = inputs(PRIME)
-    y = chunked(call_of(made(name), data), None, return_memory=False, block=4)[0]
+    y = chunked(call_of(made(name), data), block=4)[0]
     with pytest.raises(PathError, match=r"no second derivative.*path='dense'"):
         torch.autograd.grad(y.sum(), data.q, create_graph=True)
 
@@ -140,13 +140,13 @@ def test_refusals_that_depend_on_the_call() -> None:
     faded = m.retention().replace(prior=(prior.Decay(), prior.ChunkCausal(4))).double()
     assert "whole chunks" in (refusal(call_of(faded, inputs(PRIME))) or "")
     with pytest.raises(ArgumentError, match="block of path 'chunked' must be >= 1"):
-        chunked(call_of(made("linear"), inputs(PRIME)), None, return_memory=False, block=0)
+        chunked(call_of(made("linear"), inputs(PRIME)), block=0)
 
 
 def test_paper_form_with_the_largest_key_bidirectional() -> None:
     operator, data = randomised(m.ska(power=2, running_max=True, key_limit=None)), inputs(FREE)
     call = call_of(operator, data)
-    assert_same(chunked(call, None, return_memory=False)[0], dense(call), leaves_of(operator, data))
+    assert_same(chunked(call)[0], dense(call), leaves_of(operator, data))
 
 
 @pytest.mark.parametrize("name", BLOCKED)
@@ -156,13 +156,13 @@ def test_no_leak_from_large_keys(name: str) -> None:
         5.0 if name in ("performer", "rewa_functional-linear") else 1e3
     )  # past that all of its features underflow, which is refused
     operator, data, t = made(name), inputs(Case(batch=1, queries=29, keys=29)), 13
-    before = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
+    before = chunked(call_of(operator, data), block=8)[0]
     with torch.no_grad():
         for x in (data.q, data.k, data.v):
             x[:, :, t:] = large * torch.randn(
                 x[:, :, t:].shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype
             )
-    after = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
+    after = chunked(call_of(operator, data), block=8)[0]
     assert (before[:, :, :t] - after[:, :, :t]).abs().max() < 1e-10
     assert not torch.allclose(before[:, :, t + 3 :], after[:, :, t + 3 :], atol=1e-3)
 
@@ -170,12 +170,12 @@ def test_no_leak_from_large_keys(name: str) -> None:
 def test_nan_in_padding_is_never_seen() -> None:
     for name in ("squared_affine", "retention", "ska-1"):
         operator, data = made(name), inputs(LEFT)
-        expected = chunked(call_of(operator, data), None, return_memory=False)[0]
+        expected = chunked(call_of(operator, data))[0]
         assert data.key_padding_mask is not None
         with torch.no_grad():
             for x in (data.k, data.v):
                 x.masked_fill_(~data.key_padding_mask[:, None, :, None], float("nan"))
-        y = chunked(call_of(operator, data), None, return_memory=False)[0]
+        y = chunked(call_of(operator, data))[0]
         real = data.key_padding_mask[:, None, :, None].expand_as(y)
         assert torch.allclose(y[real], expected[real], atol=1e-12)
 
@@ -246,7 +246,7 @@ def test_the_suite_can_fail(target: str, wrong: object, monkeypatch: pytest.Monk
         for name in ("squared_affine", "retention", "ska-1"):
             operator, data = made(name), inputs(PRIME)
             call = call_of(operator, data)
-            assert_same(chunked(call, None, return_memory=False, block=8)[0], dense(call), leaves_of(operator, data))
+            assert_same(chunked(call, block=8)[0], dense(call), leaves_of(operator, data))
 
     monkeypatch.setattr(target, wrong)
     with pytest.raises(AssertionError, match="is off by"):

@@ -12,9 +12,10 @@ import zonal
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
+from zonal.execution.call import empty_memory, resumed
 from zonal.execution.paths.chunked import chunked, refusal
 from zonal.execution.paths.dense import dense
-from zonal.execution.paths.streaming import streaming
+from zonal.execution.paths.streaming import by_torch
 from zonal.memory import Memory, RidgeStatistics
 
 CASES = {
@@ -29,10 +30,8 @@ def in_pieces(operator: Operator, data: Inputs, cuts: tuple[int, ...], way: str)
     memory, rows = None, []
     for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
         call = call_of(operator, data, slice(start, stop))
-        if way == "streaming" or (way == "mixed" and index % 2):
-            y, memory = streaming(call, memory, return_memory=True)
-        else:
-            y, memory = chunked(call, memory, return_memory=True, block=4)
+        call = resumed(call, empty_memory(call) if memory is None else memory)
+        y, memory = by_torch(call) if way == "streaming" or (way == "mixed" and index % 2) else chunked(call, block=4)
         rows.append(y)
     assert memory is not None
     return torch.cat(rows, 2), memory
@@ -87,7 +86,7 @@ def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str)
 @pytest.mark.parametrize("name", BLOCKED)
 def test_given_memory_is_not_changed(name: str) -> None:
     operator, data = made(name), inputs(CASES["plain"])
-    for run in (chunked, streaming):
+    for run in (chunked, by_torch):
         _, memory = run(call_of(operator, data, slice(0, 7)), None, return_memory=True)
         assert memory is not None
         before = {key: x.clone() for key, x in memory.tensors().items()}
@@ -106,7 +105,8 @@ def test_gradient_of_the_initial_memory(name: str) -> None:
     """Backward through a memory that came from elsewhere, into its own tensors."""
     operator, data = made(name), inputs(CASES["plain"])
     with torch.no_grad():
-        _, start = chunked(call_of(operator, data, slice(0, 8)), None, return_memory=True)
+        call = call_of(operator, data, slice(0, 8))
+        _, start = chunked(resumed(call, empty_memory(call)))
     assert start is not None
     state = {
         key: x.detach().clone().requires_grad_()
@@ -114,13 +114,13 @@ def test_gradient_of_the_initial_memory(name: str) -> None:
         if x.is_floating_point() and key not in ("first", "peak")
     }
     found = []
-    for run in (chunked, streaming):
+    for run in (chunked, by_torch):
         memory = start.fork()
         for key, x in state.items():
             object.__setattr__(memory, key, x)
         if isinstance(memory, RidgeStatistics):
             object.__setattr__(memory, "inverse", None)
-        y, after = run(call_of(operator, data, slice(8, 19)), memory, return_memory=True)
+        y, after = run(resumed(call_of(operator, data, slice(8, 19)), memory))
         assert after is not None
         loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum() + after.read(
             data.q[:, :, :2]
@@ -139,21 +139,22 @@ def test_gradient_of_the_initial_memory(name: str) -> None:
 def test_memory_that_does_not_fit() -> None:
     operator, data = made("squared_affine"), inputs(CASES["plain"])
     call = call_of(operator, data)
-    for run in (chunked, streaming):
+    for run in (chunked, by_torch):
         with pytest.raises(ArgumentError, match=r"the memory holds \(batch, key heads, key dim, value dim\)"):
-            run(call, Memory.empty(operator, 1, 2, 5, 3, torch.float64), return_memory=True)
+            run(resumed(call, Memory.empty(operator, 1, 2, 5, 3, torch.float64)))
     keys = Memory.empty(operator, 2, 2, 5, 3, torch.float64, kind="keys")
     with pytest.raises(PathError, match="a memory of keys and values is not carried as sums"):
         zonal.attention(data.q, data.k, data.v, operator, causal=True, memory=keys, path="chunked")
     filled = Memory.empty(operator, 2, 2, 5, 3, torch.float64).absorb(data.k, data.v)
     late = inputs(Case(batch=2, heads=2, kv_heads=2, queries=4, keys=19))
-    for run in (chunked, streaming):
+    for run in (chunked, by_torch):
         with pytest.raises(ArgumentError, match="causal queries are the new tokens themselves"):
-            run(call_of(operator, late), filled, return_memory=True)
+            run(resumed(call_of(operator, late), filled))
     packed = inputs(Case(batch=1, heads=2, kv_heads=2, queries=19, keys=19, packed=(0, 4, 19)))
-    for run in (chunked, streaming):
+    empty = Memory.empty(operator, 1, 2, 5, 3, torch.float64)
+    for run in (chunked, by_torch):
         with pytest.raises(ArgumentError, match="neither take nor leave a memory"):
-            run(call_of(operator, packed), None, return_memory=True)
+            run(resumed(call_of(operator, packed), empty))
 
 
 def test_memory_in_double_under_calls_in_single() -> None:
@@ -161,8 +162,8 @@ def test_memory_in_double_under_calls_in_single() -> None:
     for name in ("squared_affine", "ska-1", "retention"):
         operator, data = made(name).float(), inputs(CASES["plain"]).to(torch.float32)
         start = Memory.empty(operator, 2, 2, 5, 3, torch.float64)
-        for run in (chunked, streaming):
-            y, after = run(call_of(operator, data), start, return_memory=True)
+        for run in (chunked, by_torch):
+            y, after = run(resumed(call_of(operator, data), start))
             assert y.dtype == torch.float32
             assert after is not None
             assert all(x.dtype == torch.float64 for x in after.tensors().values() if x.is_floating_point())
@@ -175,7 +176,7 @@ def test_bidirectional_queries_see_the_memory_and_all_new_keys() -> None:
         expected = dense(call_of(operator, data))
         memory = Memory.empty(operator, 2, 2, 5, 3, torch.float64).absorb(data.k[:, :, :8], data.v[:, :, :8])
         rest = Inputs(data.q, data.k[:, :, 8:], data.v[:, :, 8:], False, None, None, None)
-        y, after = chunked(call_of(operator, rest), memory, return_memory=True, block=4)
+        y, after = chunked(resumed(call_of(operator, rest), memory), block=4)
         assert_same(y, expected, leaves_of(operator, data))
         assert after is not None
         assert after.count == 19
@@ -188,7 +189,8 @@ def test_constant_memory_while_decoding(name: str) -> None:
     sizes, memory = set(), None
     with torch.no_grad():
         for t in range(64):
-            _, memory = streaming(call_of(operator, data, slice(t, t + 1)), memory, return_memory=True)
+            call = call_of(operator, data, slice(t, t + 1))
+            _, memory = by_torch(resumed(call, empty_memory(call) if memory is None else memory))
             assert memory is not None
             sizes.add(memory.nbytes)
     assert len(sizes) == 1
@@ -205,4 +207,4 @@ def test_running_largest_key_streams() -> None:
     operator, data = m.ska(power=1, running_max=True, key_limit=None).double(), inputs(CASES["plain"])
     call = call_of(operator, data)
     assert refusal(call) is not None
-    assert_same(streaming(call, None, return_memory=False)[0], dense(call), leaves_of(operator, data))
+    assert_same(by_torch(call)[0], dense(call), leaves_of(operator, data))

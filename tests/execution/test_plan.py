@@ -15,7 +15,7 @@ from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import plan, work
 from zonal.execution import routes as table
-from zonal.execution.call import Call, Held, prepare
+from zonal.execution.call import Call, Held, prepare, resumed
 from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.paths import distance, tile
 from zonal.execution.routes import ROUTES
@@ -236,7 +236,7 @@ def test_refusals_are_those_of_the_paths(name: str, case_name: str) -> None:
 
 
 def after(call: Call, memory: Memory) -> Call:
-    return replace(call, memory=memory, held=Held.of(memory))
+    return resumed(call, memory)
 
 
 def filled(operator: Operator, tokens: int, kind: str | None = None) -> Memory:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -52,10 +52,11 @@ def here() -> bool:
     return isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction)
 
 
-def replaced(kernel: OnCuda, execution: ModuleType, refusal: Callable[..., Any]) -> ExitStack:
-    """Inside, calls go to the Triton kernels, interpreted or not. refusal: in place of that of ``execution``."""
+def replaced(kernel: OnCuda, execution: ModuleType, asked: str) -> ExitStack:
+    """Inside, calls go to the Triton kernels, interpreted or not. asked: what alone ``execution`` may refuse by."""
     stack = ExitStack()
-    stack.enter_context(patch.object(execution, "refusal", refusal))
+    family = SimpleNamespace(refusal=lambda *given, cuda, code=None: (cuda if asked == "cuda" else given[2])())
+    stack.enter_context(patch.object(execution, "FAMILY", family))
     stack.enter_context(patch.dict(kernel.op.bodies, {"cpu" if here() else "cuda": kernel.body()}))
     if hasattr(execution, "plain"):  # kept tables are for the CPU's kernel alone
         stack.enter_context(patch.object(execution, "plain", lambda *tensors: False))

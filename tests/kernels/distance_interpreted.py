@@ -21,7 +21,7 @@ KERNEL = OnCuda(distance)
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in tiles far smaller than the inputs unless they are to be their own."""
-    with replaced(KERNEL, distance_path, distance_path.unfit) as stack:
+    with replaced(KERNEL, distance_path, "unfit") as stack:
         if not own:
             stack.enter_context(patch.object(distance_tiles, "choose", lambda *call: tiles.Tiling(16, 16, 4, 1)))
             stack.enter_context(patch.object(forward, "_SPLIT_KEYS", 20))

@@ -44,7 +44,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(KERNEL, ridge_path, lambda call, remembers=False: ridge_path.cuda_refusal(call)) as stack:
+    with replaced(KERNEL, ridge_path, "cuda") as stack:
         if not own:
             stack.enter_context(patch.object(sizes, "RIDGE_BLOCK", 16))
         yield

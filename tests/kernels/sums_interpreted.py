@@ -47,7 +47,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(KERNEL, sums_path, lambda call, kind=None: sums_path.cuda_refusal(call)) as stack:
+    with replaced(KERNEL, sums_path, "cuda") as stack:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))

@@ -6,7 +6,6 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.execution import plan
-from zonal.execution.call import Held, prepare
+from zonal.execution.call import prepare, resumed
 from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.paths import steps as steps_path
 from zonal.execution.paths.steps import SumsSteps
@@ -432,21 +431,23 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(
         operator: Operator,
         tokens: int = 1,
-        kind: str = "features",
+        kind: str | None = None,
         dtype: torch.dtype = torch.float32,
         **arguments: Tensor,
     ) -> str:
         q, k, v = (x.to(dtype) for x in draw((2, 2, 5, 6), tokens))
-        return str(steps_path.sums_refusal(prepare(operator, q, k, v, causal=True, **arguments), kind))
+        call = prepare(operator, q, k, v, causal=True, **arguments)
+        memory = Memory.empty(operator, 2, call.bound.kv_heads, 5, 6, kind=kind)
+        return str(steps_path.sums_refusal(resumed(call, memory)))
 
     assert reason(m.squared_affine()) == "None"
     assert reason(m.squared_affine(), steps_path.MOST_TOKENS) == "None"
     assert "1 to 16 new tokens" in reason(m.squared_affine(), steps_path.MOST_TOKENS + 1)
     assert "float64" in reason(m.squared_affine(), dtype=torch.float64)
-    assert "kind 'keys'" in reason(m.softmax(), kind="keys")
+    assert "kind 'keys'" in reason(m.softmax())
     with torch.no_grad():
-        assert reason(m.retention(), kind="decayed") == "None"
-    assert "no gradients" in reason(m.retention(), kind="decayed")  # its rates are learned
+        assert reason(m.retention()) == "None"
+    assert "no gradients" in reason(m.retention())  # its rates are learned
     assert "key biases" in reason(m.squared_affine(), key_bias=torch.zeros(2, 2, 1))
     assert "key masks" in reason(m.squared_affine(), key_padding_mask=torch.ones(2, 1, dtype=torch.bool))
     assert "whole chunks" in reason(m.squared_affine().replace(prior=prior.ChunkCausal(4)))
@@ -536,8 +537,8 @@ def test_the_planner_streams_few_tokens_after_sums() -> None:
         for n in (10, 5000)
     )
     assert (
-        plan.choose(replace(call, memory=short, held=Held.of(short)), machine=TYPICAL_CPU).estimates[0]
-        == plan.choose(replace(call, memory=long, held=Held.of(long)), machine=TYPICAL_CPU).estimates[0]
+        plan.choose(resumed(call, short), machine=TYPICAL_CPU).estimates[0]
+        == plan.choose(resumed(call, long), machine=TYPICAL_CPU).estimates[0]
     )
 
 

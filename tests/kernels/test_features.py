@@ -273,7 +273,7 @@ def test_torch_makes_the_features_where_their_kernel_is_missing(monkeypatch: pyt
     y = zonal.attention(q, k, v, operator, causal=True, path="chunked")
     monkeypatch.setattr(features_path, "FAMILY", SimpleNamespace(refusal=lambda *given: "there is none"))
     monkeypatch.setattr(feature_kernel, "forward", None)
-    found = sums_path.chunked(prepare(operator, q, k, v, causal=True), None)[0]
+    found = sums_path.chunked(prepare(operator, q, k, v, causal=True))[0]
     assert (found - y).abs().max() < 1e-5
 
 

@@ -18,7 +18,7 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import NonFiniteError
-from zonal.execution.call import Call, prepare
+from zonal.execution.call import Call, empty_memory, prepare, resumed
 from zonal.execution.paths import ridge as ridge_path
 from zonal.execution.paths import steps
 from zonal.execution.paths.steps import RidgeSteps
@@ -128,10 +128,8 @@ def test_kernel_equals_definition(
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, "dense")
     called: list[str] = []
-    original = ridge_path.chunked
-    monkeypatch.setattr(
-        ridge_path, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named)
-    )
+    original = ridge_path._numbers
+    monkeypatch.setattr(ridge_path, "_numbers", lambda *given: called.append("kernel") or original(*given))
     got = everything(operator, data, "chunked")
     assert called == ["kernel"]
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
@@ -318,11 +316,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 
     truth = gradients(double, exact, exact.run(double, "dense"), run(double, exact)[1])
     called: list[int] = []
-    original = ridge_path.chunked
+    original = ridge_path._numbers
     monkeypatch.setattr(
-        ridge_path,
-        "chunked",
-        lambda call, memory, **named: called.append(call.shape[3]) or original(call, memory, **named),
+        ridge_path, "_numbers", lambda call, *rest: called.append(call.shape[3]) or original(call, *rest)
     )
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory)
@@ -431,15 +427,15 @@ def test_which_steps_are_refused() -> None:
     q, k, v = (x[:, :, :1] for x in sample(4))
     operator = m.ska(power=1)
 
-    def why(operator: Operator, *tensors: Tensor, kind: str = "ridge") -> str:
-        return str(steps.ridge_refusal(prepare(operator, *tensors, causal=True), kind))
+    def why(operator: Operator, *tensors: Tensor) -> str:
+        return str(steps.ridge_refusal(prepare(operator, *tensors, causal=True)))
 
     with torch.no_grad():
         assert why(operator, q, k, v) == "None"
         assert "whole chunks" in why(m.ska(chunk=4), q, k, v)
         assert "follows the keys" in why(m.ska(chunk=4, running_max=True), q, k, v)
         assert "float64" in why(operator, q.double(), k.double(), v.double())
-        assert "kind 'features'" in why(operator, q, k, v, kind="features")
+        assert "kind 'features'" in why(m.linear(), q, k, v)
         assert "1 to 16" in why(operator, *(x.detach() for x in sample(17)))
     assert "no gradients" in why(operator, q, k, v)
 
@@ -466,14 +462,14 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = sample(20)
     call = prepare(m.ska(power=1), q, k, v, causal=True)
     assert ridge_path.refusal(call) is None
-    assert ridge_path.refusal(call, True) is None
+    assert ridge_path.refusal(resumed(call, empty_memory(call))) is None
     assert "one solve serves" in str(ridge_path.refusal(prepare(m.ska(), q, k, v, causal=False)))
     assert "follows the keys" in str(
         ridge_path.refusal(prepare(m.ska(chunk=4, running_max=True), q, k, v, causal=True))
     )
     chunks = prepare(m.ska(chunk=4), q, k, v, causal=True)
     assert ridge_path.refusal(chunks) is None
-    assert "whole chunks" in str(ridge_path.refusal(chunks, True))
+    assert "whole chunks" in str(ridge_path.refusal(resumed(chunks, empty_memory(chunks))))
     assert "float64" in str(ridge_path.refusal(prepare(m.ska(), q.double(), k.double(), v.double(), causal=True)))
     assert "anchor Row" in str(ridge_path.refusal(prepare(m.linear(), q, k, v, causal=True)))
     assert zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge == "a compiled kernel"

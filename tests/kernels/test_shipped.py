@@ -172,9 +172,9 @@ def refused(family: str) -> str | None:
     }.get(family, m.linear)()
     call = prepare(operator, q, k, v, causal=True)
     if family == "decode":
-        return steps.sums_refusal(call, "features")
+        return steps.sums_refusal(call)
     if family == "ridge_decode":
-        return steps.ridge_refusal(call, "ridge")
+        return steps.ridge_refusal(call)
     asked = {
         "tile": tile.refusal,
         "sums": sums.refusal,

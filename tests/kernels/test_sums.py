@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from matrix import CASES, PAIRED, Case, Inputs, fitted, inputs, randomised
 import zonal
 from zonal import Operator, prior
 from zonal import mechanisms as m
-from zonal.execution.call import Call, prepare
+from zonal.execution.call import Call, Held, empty_memory, prepare, resumed
 from zonal.execution.paths import sums as sums_path
 from zonal.execution.paths import tile as tile_path
 from zonal.execution.paths.chunked import refusal
@@ -118,8 +119,8 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, "dense")
     called: list[str] = []
-    original = sums_path.chunked
-    monkeypatch.setattr(sums_path, "chunked", lambda *given: called.append("kernel") or original(*given))
+    original = sums_path._run
+    monkeypatch.setattr(sums_path, "_run", lambda *given: called.append("kernel") or original(*given))
     got = everything(operator, data, "chunked")
     assert called[:1] == ["kernel"]
     assert_as_good(got, everything(operator, data, "dense"), truth, dtype)
@@ -228,14 +229,15 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = sample(20)
     call = prepare(m.squared_affine(), q, k, v, causal=True)
     assert sums_path.refusal(call) is None
-    assert sums_path.refusal(call, "features") is None
-    assert sums_path.refusal(call, "decayed") is None
-    assert "'keys'" in str(sums_path.refusal(call, "keys"))
+    for kind in ("features", "decayed"):
+        assert sums_path.refusal(replace(call, held=Held(kind, 7))) is None
+    assert "'keys'" in str(sums_path.refusal(replace(call, held=Held("keys", 7))))
     assert sums_path.refusal(prepare(m.retention(), q, k, v, causal=True)) is None
     assert "ALiBi" in str(
         sums_path.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True))
     )
-    assert sums_path.refusal(prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True), "features") is None
+    chunks = prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True)
+    assert sums_path.refusal(resumed(chunks, empty_memory(chunks))) is None
     assert "float64" in str(
         sums_path.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True))
     )

@@ -146,10 +146,8 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 
     truth = gradients(double, exact, exact.run(double, "dense"), exact.state(double))
     called: list[int] = []
-    original = sums_path.chunked
-    monkeypatch.setattr(
-        sums_path, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory)
-    )
+    original = sums_path._run
+    monkeypatch.setattr(sums_path, "_run", lambda call, *rest: called.append(call.shape[3]) or original(call, *rest))
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
     assert called == [b - a for a, b in itertools.pairwise(cuts)]
@@ -210,8 +208,8 @@ def test_decays_and_biases_of_tokens(
         ]
 
     called: list[str] = []
-    original = sums_path.chunked
-    monkeypatch.setattr(sums_path, "chunked", lambda *given: called.append("kernel") or original(*given))
+    original = sums_path._run
+    monkeypatch.setattr(sums_path, "_run", lambda *given: called.append("kernel") or original(*given))
     got = found(operator, data, "chunked")
     assert called == ["kernel"]
     assert_as_good(got, found(operator, data, "dense"), found(double, exact, "dense"))

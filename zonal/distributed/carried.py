@@ -1,14 +1,12 @@
 """Sums over earlier stretches: an exclusive scan over the ranks, and attention from what it gives."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from zonal.distributed.layout import Layout
 from zonal.distributed.ranks import Ranks, tied
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, Held, empty_memory, span
+from zonal.execution.call import Call, empty_memory, resumed, span
 from zonal.execution.plan import choose, run
 from zonal.memory import Memory
 from zonal.memory.sent import blank, received, sent
@@ -48,7 +46,7 @@ def attended(ranks: Ranks, place: Layout, call: Call, path: str) -> Tensor:
     made_from = tuple(x for x in (tokens.k, tokens.v, tokens.log_decay, tokens.key_bias) if x is not None)
     earlier = before(ranks, place, tuple(sent(local).values()), join, made_from)
     memory = memory_of(place.earlier(place.rank, place.rank), earlier)
-    head = replace(span(call, 0, cut.head), memory=memory, held=Held.of(memory))
+    head = resumed(span(call, 0, cut.head), memory)
     parts = [run(choose(head, path), head)[0]]
     if cut.rest is not None:
         rest = span(call, cut.head, tokens.length, cut.rest)

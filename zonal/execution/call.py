@@ -49,10 +49,6 @@ class Held(NamedTuple):
     kind: str
     tokens: int
 
-    @staticmethod
-    def of(memory: Memory) -> "Held":
-        return Held(memory.kind, memory.tokens.length if isinstance(memory, KeyValues) else memory.count)
-
 
 @dataclass(frozen=True)
 class Call:
@@ -411,6 +407,12 @@ def thinned(call: Call, dropout: float) -> Call:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ArgumentError(f"attention: dropout must be at least 0 and below 1, received {dropout!r}.")
     return replace(call, dropout=dropout) if dropout else call
+
+
+def resumed(call: Call, memory: Memory) -> Call:
+    """The call after the tokens of a memory, which also leaves one with its own."""
+    tokens = memory.tokens.length if isinstance(memory, KeyValues) else memory.count
+    return replace(call, memory=memory, held=Held(memory.kind, tokens))
 
 
 def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, checked, lowered, prepare, spread, weighted
+from zonal.execution.call import Call, check_memory, checked, lowered, prepare, resumed, spread, weighted
 from zonal.execution.mask import log_decay_of
 from zonal.execution.numbers import check_devices, devices_of, numbers_of
-from zonal.execution.paths.streaming import Steps, compiled_steps, first_step, streaming
+from zonal.execution.paths.streaming import Steps, by_torch, compiled_steps, first_step
 from zonal.memory import Decoder, Memory
 from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.drifting import tokens_within, warn_of_drift
@@ -87,10 +87,11 @@ class StepDecoder(Decoder):
         """A step by a kernel that is set up with the operator's present numbers, or by the memory's own operations."""
         memory = self.memory()
         check_memory(call, memory)
-        steps = compiled_steps(call, memory.unnamed())
+        call = resumed(call, memory.unnamed())
+        steps = compiled_steps(call)
         y = None if steps is None else first_step(call, steps)
         if y is None:
-            y, after = streaming(call, memory.unnamed(), return_memory=True)
+            y, after = by_torch(call)
             assert after is not None
             steps = None
         else:

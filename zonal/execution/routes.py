@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from zonal import torch_func
@@ -21,6 +20,7 @@ from zonal.execution.paths import (
     local_global,
     ridge,
     sparse,
+    steps,
     streaming,
     sums,
     tile,
@@ -32,7 +32,7 @@ from zonal.execution.paths.dense import dense
 from zonal.execution.paths.sums import Runner
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory
+from zonal.memory import KeyValues, Memory
 
 Result = tuple[Tensor, Memory | None]
 """y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
@@ -171,16 +171,6 @@ def _fades(call: Call) -> str | None:
     return "its past does not fade" if call.log_decay is None else None
 
 
-def _sums(call: Call) -> str | None:
-    if call.memory is not None and call.memory.form.statistics != torch.float32:
-        return "the kernel carries sums in float32, and this memory has others"
-    return sums.refusal(call, None if call.held is None else call.held.kind)
-
-
-def _ridge(call: Call) -> str | None:
-    return ridge.refusal(call, call.held is not None)
-
-
 # -- running them ----------------------------------------------------------------------------------
 
 
@@ -203,20 +193,6 @@ def _scaled(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
     return _whole(lambda call: call.scaled(run(call)))
 
 
-def _summed(call: Call) -> Result:
-    memory = call.memory
-    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
-    return sums.chunked(call, memory)
-
-
-def _read_out(call: Call) -> Result:
-    return ridge.chunked(call, call.memory, return_memory=call.memory is not None)
-
-
-def _carried(call: Call) -> Result:
-    return chunked.chunked(call, call.memory, return_memory=call.memory is not None)
-
-
 # Multiply-adds per second of each kind of route on a typical processor, measured on an AMD EPYC with two cores.
 _TORCH = 5e10
 _TILES, _DISTANCES, _SUMS, _RIDGE, _STEPS, _RIDGE_STEPS, _SPARSE = 1.1e11, 6e10, 1.15e11, 1.4e11, 5e10, 2e10, 6e10
@@ -233,23 +209,23 @@ ROUTES: tuple[Route, ...] = (
           sources=("tile",)),
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
     Route("tiled", "torch tree", _never, work.tree, _whole(tree.hierarchical), _TORCH, "tree"),
-    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", False, sums.runner,
+    Route("chunked", "C++ sums", sums.refusal, work.compiled_sums, sums.chunked, _SUMS, "sums", False, sums.runner,
           ("sums", "features")),
-    Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _SUMS, "sums", True),
-    Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
+    Route("chunked", "Triton sums", sums.refusal, work.compiled_sums, sums.chunked, _SUMS, "sums", True),
+    Route("chunked", "torch sums", _never, work.sums, chunked.chunked, _TORCH, "sums"),
     Route("chunked", "C++ window and sums", local_global.refusal, work.compiled_window, local_global.compiled, _SUMS,
           "window", False, sources=("tile", "sums")),
     Route("chunked", "torch window and sums", _never, work.window, local_global.by_torch, _TORCH, "window"),
-    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", False, ridge.runner,
-          ("ridge",)),
-    Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _RIDGE, "ridge", True),
-    Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
-    Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
-    Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
+    Route("chunked", "C++ ridge", ridge.refusal, work.compiled_ridge, ridge.chunked, _RIDGE, "ridge", False,
+          ridge.runner, ("ridge",)),
+    Route("chunked", "Triton ridge", ridge.refusal, work.compiled_ridge, ridge.chunked, _RIDGE, "ridge", True),
+    Route("chunked", "torch ridge", _constant, work.ridge, chunked.chunked, _TORCH, "ridge"),
+    Route("chunked", "torch fading", _fades, work.fading, chunked.chunked, _TORCH, "ridge"),
+    Route("streaming", "C++ sums", steps.sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
           False, sources=("decode",)),
-    Route("streaming", "C++ window and sums", streaming.window_refusal, work.compiled_window_steps, streaming.by_kernel,
+    Route("streaming", "C++ window and sums", steps.window_refusal, work.compiled_window_steps, streaming.by_kernel,
           _STEPS, "window", False, sources=("decode",)),
-    Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
+    Route("streaming", "C++ ridge", steps.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
           _RIDGE_STEPS, "ridge", False, sources=("ridge_decode",)),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
     Route("sparse", "C++", sparse.kernel_refusal, work.compiled_candidates, _whole(sparse.compiled), _SPARSE, "",

@@ -214,7 +214,6 @@ class Koopman(Ridge):
     Raises: ArgumentError for powers out of range. Source: Echo, eqs. 12, 13 and 22.
     """
 
-
     power: int | tuple[int, ...] = 0
     learn_ridge: bool = True
     eta: float = 1.5

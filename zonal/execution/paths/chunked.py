@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_carried, check_memory, empty_memory, tail
+from zonal.execution.call import Call, check_memory, tail
 from zonal.execution.paths.blocks import Statistics
 from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
@@ -52,44 +52,39 @@ def refusal(call: Call) -> str | None:
     return reason
 
 
-def chunked(
-    call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None
-) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) by torch, and the memory after the call's tokens, for a call that is not refused.
+def chunked(call: Call, block: int | None = None) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) by torch, and the memory after the call's tokens where it goes on from one, for a call that is
+    not refused.
 
-    Args:
-        memory: what came before; None = nothing. It is not changed.
-        block: tokens a block; a matter of speed, not of meaning.
+    block: tokens a block; a matter of speed, not of meaning.
     """
     if block is not None and block < 1:
         raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
-    if return_memory and memory is None:
-        check_carried(call, 0)
-        memory = empty_memory(call)
+    memory = call.memory
     if call.visibility.packed and memory is None:
-        return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
-    tokens, before = _placed(call, memory)
+        return by_document(call, lambda part: chunked(part, block)[0]), None
+    tokens, before = _placed(call)
     if call.causal and call.q.shape[2] > tokens.length:
         # the first queries come before the first key and see nothing
         idle = call.q.shape[2] - tokens.length
-        y, after = chunked(tail(call, idle), memory, return_memory=return_memory, block=block)
+        y, after = chunked(tail(call, idle), block)
         return F.pad(y, (0, 0, idle, 0)), after
     final = None
     if call.tags.solves:
         y = ridge_by_torch(call, tokens, cast(Statistics | None, statistics_of(before)), block)
     else:
-        y, final = _sums(call, tokens, before, block, return_memory)
+        y, final = _sums(call, tokens, before, block)
     y = call.scaled(y)
-    if not return_memory or memory is None:
+    if memory is None:
         return y, None
     if final is None:
         return y, memory.extended(call.new_tokens)
     return y, carried(cast(FeatureSums, memory), final, tokens)
 
 
-def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
+def _placed(call: Call) -> tuple[Tokens, Memory | None]:
     """(keys of this run, the memory before them). Tokens that waited for their chunk to end come first again."""
-    tokens = call.new_tokens
+    tokens, memory = call.new_tokens, call.memory
     if memory is not None:
         check_memory(call, memory)
         dtype = memory.form.statistics
@@ -105,9 +100,7 @@ def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
     return tokens, memory
 
 
-def _sums(
-    call: Call, tokens: Tokens, before: Memory | None, block: int | None, keeps: bool
-) -> tuple[Tensor, Tensor | None]:
+def _sums(call: Call, tokens: Tokens, before: Memory | None, block: int | None) -> tuple[Tensor, Tensor | None]:
     """y (B, H, T, P) before the anchor's factor, and the sums after the last key where they are kept as they are."""
     features = feature_map(call.bound.link)
     assert features is not None
@@ -125,9 +118,8 @@ def _sums(
         call.bound.link,
         Rule(call.causal, call.include_self, call.chunk, offset),
         call.bound.groups,
-        block
-        or block_size(features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None and not keeps),
-        keeps and call.chunk is None,
+        block or block_size(features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None),
+        before is not None and call.chunk is None,
     )
     total, final = scan(q, k, v, call.coefficients.to(q), decay, state, job)
     least = None

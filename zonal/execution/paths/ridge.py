@@ -22,10 +22,10 @@ from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
-def refusal(call: Call, remembers: bool = False) -> Reason:
-    """Why torch's blocks run instead of the kernel, or None. remembers: the call continues from or leaves a memory."""
+def refusal(call: Call) -> Reason:
+    """Why torch's blocks run instead of the kernel, or None."""
     return FAMILY.refusal(
-        call.device.type, call.coefficients.dtype, lambda: _unfit(call, remembers), cuda=lambda: cuda_refusal(call)
+        call.device.type, call.coefficients.dtype, lambda: _unfit(call), cuda=lambda: cuda_refusal(call)
     )
 
 
@@ -36,14 +36,14 @@ def other_ridge(call: Call) -> Reason:
     return "a ridge that follows the keys, or a step divided by its norm, is not in it" if call.tags.by_query else None
 
 
-def _unfit(call: Call, remembers: bool) -> Reason:
+def _unfit(call: Call) -> Reason:
     if other_ridge(call):
         return other_ridge(call)
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if call.biased:
         return "key biases are not in it"
-    if remembers and call.chunk is not None:
+    if call.held is not None and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
     return tile.empty_rows(call) or torch_func.refusal()
 
@@ -59,13 +59,13 @@ def cuda_refusal(call: Call) -> Reason:
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
-def chunked(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and if asked the memory that follows ``memory``.
+def chunked(call: Call) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) for a call that is not refused, and the memory after its tokens where it goes on from one.
 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On
         CUDA, where that check would wait for the device, the rows concerned are NaN instead.
     """
-    seen, anchor = call.visibility, cast(Ridge, call.bound.anchor)
+    seen, anchor, memory = call.visibility, cast(Ridge, call.bound.anchor), call.memory
     clipped = clipped_of(call)
     if clipped is None or call.raw is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
@@ -87,8 +87,7 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[
         start, edges = (seen.segment_start, seen.edges) if seen.packed else (None, None)
         seen_by = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": edges}
         y, _ = ridge(given._replace(**seen_by), spec)
-    after = None if memory is None or not return_memory else memory.extended(call.new_tokens)
-    return y.to(call.dtype), after
+    return y.to(call.dtype), None if memory is None else memory.extended(call.new_tokens)
 
 
 def clipped_of(call: Call) -> Clipped | None:

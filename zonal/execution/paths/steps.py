@@ -47,19 +47,42 @@ MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``sums``) shares more work between them."""
 
 
-def sums_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the place of the kernel of sums, or None."""
-    return _refusal(SUMS, call, kind, ("features", "decayed"), tile.other_anchor)
+def sums_refusal(call: Call) -> Reason:
+    """Why the kernel of sums does not take a few tokens after a memory, or None."""
+    memory = call.memory
+    if call.held is None and call.tags.cancels:
+        return "sums for this call alone may cancel, and are float64"
+    if isinstance(memory, MemorySums) and _learned(memory.state):
+        return "it has no gradients, and the memory may be asked for some"
+    if memory is not None and memory.form.statistics != torch.float32:
+        return "it is for sums in float32, and the memory holds others"
+    return _refusal(SUMS, call, ("features", "decayed"), tile.other_anchor)
 
 
-def window_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the place of the kernel of a window and sums, or None."""
-    return _refusal(SUMS, call, kind, ("windowed",), _other_kernels)
+def window_refusal(call: Call) -> Reason:
+    """Why the kernel of a window and sums does not take a few tokens after a memory, or None."""
+    memory = call.memory
+    if isinstance(memory, WindowedSums):
+        kept = [x for x in (memory.tokens, memory.opening) if x is not None]
+        if _learned(memory.state, *(x for tokens in kept for x in tokens[:2])):
+            return "it has no gradients, and the memory may be asked for some"
+        if any(tokens.key_bias is not None for tokens in kept):
+            return "the memory keeps key biases, which are not in it"
+        if memory.form.dtype != call.dtype:
+            return f"the memory keeps keys in {memory.form.dtype}, and this call has them in {call.dtype}"
+    return _refusal(SUMS, call, ("windowed",), _other_kernels)
 
 
-def ridge_refusal(call: Call, kind: str) -> Reason:
-    """Why torch's verbs of a memory of this kind run in the place of the kernel of ridge statistics, or None."""
-    return _refusal(RIDGE, call, kind, ("ridge", "fading"), other_ridge)
+def ridge_refusal(call: Call) -> Reason:
+    """Why the kernel of ridge statistics does not take a few tokens after a memory, or None."""
+    if isinstance(call.memory, GramStatistics) and _learned(call.memory.gram, call.memory.cross):
+        return "it has no gradients, and the memory may be asked for some"
+    return _refusal(RIDGE, call, ("ridge", "fading"), other_ridge)
+
+
+def _learned(*sums: Tensor) -> bool:
+    """Whether gradients flow to the numbers of a memory."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in sums)
 
 
 def _other_kernels(call: Call) -> Reason:
@@ -73,18 +96,18 @@ def _other_kernels(call: Call) -> Reason:
     return None
 
 
-def _refusal(family: Family, call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
+def _refusal(family: Family, call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     """The refusal of a family that takes memories of these kinds. other: of operators."""
-    return family.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind, kinds, other))
+    return family.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kinds, other))
 
 
-def _unfit(call: Call, kind: str, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
+def _unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     # as they came: this kernel prepares them itself
     given = (call.tokens if call.raw is None else call.raw)[:3]
     if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
-    if kind not in kinds:
-        return f"a memory of kind {kind!r} is not in it"
+    if call.kind not in kinds:
+        return f"a memory of kind {call.kind!r} is not in it"
     reason = other(call)
     if reason is not None:
         return reason

@@ -5,14 +5,13 @@ operator's memory is; slow for many tokens, and the same function.
 """
 
 import warnings
-from dataclasses import replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.execution.call import Call, Held, check_memory, empty_memory, tail
+from zonal.execution.call import Call, check_memory, empty_memory, tail
 from zonal.execution.paths import steps
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.steps import RidgeSteps, SumsSteps, WindowSteps
@@ -39,41 +38,6 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def sums_refusal(call: Call) -> str | None:
-    """Why the compiled kernel does not take a few tokens after a memory of sums, or None."""
-    memory = call.memory
-    if call.held is None and call.tags.cancels:
-        return "sums for this call alone may cancel, and are float64"
-    if isinstance(memory, Sums) and torch.is_grad_enabled() and memory.state.requires_grad:
-        return "it has no gradients, and the memory may be asked for some"
-    if memory is not None and memory.form.statistics != torch.float32:
-        return "it is for sums in float32, and the memory holds others"
-    return steps.sums_refusal(call, call.kind)
-
-
-def window_refusal(call: Call) -> str | None:
-    """Why the compiled kernel does not take a few tokens after a memory with a window, or None."""
-    memory = call.memory
-    if isinstance(memory, WindowedSums):
-        kept = [x for x in (memory.tokens, memory.opening) if x is not None]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (memory.state, *(x for t in kept for x in t[:2]))):
-            return "it has no gradients, and the memory may be asked for some"
-        if any(tokens.key_bias is not None for tokens in kept):
-            return "the memory keeps key biases, which are not in it"
-        if memory.form.dtype != call.dtype:
-            return f"the memory keeps keys in {memory.form.dtype}, and this call has them in {call.dtype}"
-    return steps.window_refusal(call, call.kind)
-
-
-def ridge_refusal(call: Call) -> str | None:
-    """Why the compiled kernel does not take a few tokens after ridge statistics, or None."""
-    memory = call.memory
-    sums = (memory.gram, memory.cross) if isinstance(memory, GramStatistics) and torch.is_grad_enabled() else ()
-    if any(x.requires_grad for x in sums):
-        return "it has no gradients, and the memory may be asked for some"
-    return steps.ridge_refusal(call, call.kind)
-
-
 def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     """y and the memory after a few tokens, by a compiled kernel. Raises: BuildError when it does not compile."""
     memory = call.memory
@@ -87,24 +51,18 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
 
 
 def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
-    """y and the memory after the call's tokens, by torch."""
-    return streaming(call, call.memory, return_memory=call.memory is not None)
-
-
-def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) by torch, and the memory after the call's tokens. The given memory (None = an empty one) is not
-    changed.
-    """
-    if call.visibility.packed and memory is None and not return_memory:
-        return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None
+    """y (B, H, T, P) by torch, and the memory after the call's tokens where it goes on from one."""
+    memory = call.memory
+    if call.visibility.packed and memory is None:
+        return by_document(call, lambda part: by_torch(part)[0]), None
     if memory is None:
         # a memory that nobody will see may keep the computing type
-        memory = empty_memory(call, None if return_memory else torch.float64 if call.tags.cancels else call.k.dtype)
+        memory = empty_memory(call, torch.float64 if call.tags.cancels else call.k.dtype)
     check_memory(call, memory)
     queries, keys = call.q.shape[2], call.k.shape[2]
     if queries > keys:
         # the first queries stand before the first key and see nothing
-        y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
+        y, after = by_torch(tail(call, queries - keys))
         return F.pad(y, (0, 0, queries - keys, 0)), after
     tokens = call.new_tokens
     if keys > queries:
@@ -119,7 +77,7 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         y = call.q[..., :1].expand(*call.q.shape[:3], call.v.shape[3])  # no rows, but part of the graph
     else:
         y = rows[0] if queries == 1 else torch.cat(rows, 2)
-    return call.scaled(y), memory if return_memory else None
+    return call.scaled(y), None if call.memory is None else memory
 
 
 def _of(call: Call, memory: Memory) -> Steps:
@@ -130,10 +88,11 @@ def _of(call: Call, memory: Memory) -> Steps:
     return SumsSteps(call, cast(Sums, memory))
 
 
-def compiled_steps(call: Call, memory: Memory) -> Steps | None:
-    """The compiled kernel with the numbers of a memory, for steps like this call, or None: torch's verbs run."""
-    call = replace(call, memory=memory, held=Held.of(memory))
-    kinds = ((GramStatistics, ridge_refusal), (WindowedSums, window_refusal), (Sums, sums_refusal))
+def compiled_steps(call: Call) -> Steps | None:
+    """The compiled kernel with the numbers of the call's memory, for steps like it, or None: torch's verbs run."""
+    memory = call.memory
+    assert memory is not None
+    kinds = (GramStatistics, steps.ridge_refusal), (WindowedSums, steps.window_refusal), (Sums, steps.sums_refusal)
     refuse = next((refuse for kind, refuse in kinds if isinstance(memory, kind)), None)
     try:
         return None if refuse is None or refuse(call) else _of(call, memory)
@@ -180,8 +139,4 @@ __all__ = [
     "compiled_steps",
     "first_step",
     "refusal",
-    "ridge_refusal",
-    "streaming",
-    "sums_refusal",
-    "window_refusal",
 ]

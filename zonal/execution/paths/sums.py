@@ -26,27 +26,29 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """y of q, k and v, or None where the environment has switched kernels off since it was made."""
 
 
-def refusal(call: Call, kind: str | None = None) -> Reason:
-    """Why torch's scan runs instead of the kernel, or None. kind: of the memory involved, None without a memory."""
+def refusal(call: Call) -> Reason:
+    """Why torch's scan runs instead of the kernel, or None."""
+    if call.memory is not None and call.memory.form.statistics != torch.float32:
+        return "the kernel carries sums in float32, and this memory has others"
     code = tile.code_of(call.bound.link)
     return FAMILY.refusal(
         call.device.type,
         call.coefficients.dtype,
-        lambda: _unfit(call, code, kind),
+        lambda: _unfit(call, code),
         cuda=lambda: cuda_refusal(call),
         code=code,
     )
 
 
-def _unfit(call: Call, code: Formula | None, kind: str | None) -> Reason:
+def _unfit(call: Call, code: Formula | None) -> Reason:
     if code is None:
         return f"link {type(call.bound.link).__name__} has no formula for it"
     if tile.other_anchor(call):
         return tile.other_anchor(call)
     if call.bias.slope is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"
-    if kind not in (None, "features", "decayed"):
-        return f"a memory of kind {kind!r} is not in it"
+    if call.held is not None and call.held.kind not in ("features", "decayed"):
+        return f"a memory of kind {call.held.kind!r} is not in it"
     return tile.empty_rows(call)
 
 
@@ -61,14 +63,16 @@ def cuda_refusal(call: Call) -> Reason:
     return tile.too_wide(*call.shape[4:])
 
 
-def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and what follows ``memory``.
+def chunked(call: Call) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) for a call that is not refused, and the memory after its tokens where it goes on from one.
 
     With a positive link and the row anchor, a row whose sum over features nearly vanishes is summed key by key. It is
     NaN where too little of a memory's part is left (``summed``).
 
     Raises: BuildError when the kernel does not compile.
     """
+    memory = call.memory
+    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
     if isinstance(memory, FeatureSums) and call.chunk is not None:
         return _by_chunks(call, memory)
     y, final = _run(call, memory, None)
