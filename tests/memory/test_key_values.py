@@ -27,18 +27,18 @@ def test_appending_copies_seldom() -> None:
         line.append(step(line[-1], seed))
     assert len({memory.buffer.room.k.data_ptr() for memory in line}) <= 5
     assert [memory.count for memory in line] == list(range(1, 301))
-    keys = line[-1].keys_and_values()[0]
+    keys = line[-1].tokens[0]
     for memory in line[::37]:
-        assert torch.equal(memory.keys_and_values()[0], keys[:, :, : memory.count])
+        assert torch.equal(memory.tokens[0], keys[:, :, : memory.count])
 
 
 def test_a_second_continuation_gets_its_own_room() -> None:
     memory = step(Memory.empty(m.softmax(), 1, 2, 4, 3), 0, 5)
     left, right = step(memory, 1), step(memory, 2)
     again = step(left, 3)
-    assert not torch.equal(left.keys_and_values()[0], right.keys_and_values()[0])
-    assert torch.equal(again.keys_and_values()[0][:, :, :6], left.keys_and_values()[0])
-    assert torch.equal(right.keys_and_values()[0][:, :, 5:], draw(1, 2, 1, 4, seed=2))
+    assert not torch.equal(left.tokens[0], right.tokens[0])
+    assert torch.equal(again.tokens[0][:, :, :6], left.tokens[0])
+    assert torch.equal(right.tokens[0][:, :, 5:], draw(1, 2, 1, 4, seed=2))
 
 
 def test_appending_leaves_graphs_valid() -> None:
@@ -55,7 +55,7 @@ def test_keys_are_prepared_and_typed() -> None:
         draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16()
     )
     assert isinstance(memory, KeyValues)
-    k, v, mask, decay, bias = memory.keys_and_values()
+    k, v, mask, decay, bias = memory.tokens
     # unit vectors would lose more by rounding than their keys had; keys that the score leaves alone are kept as they
     # came
     assert (k.dtype, v.dtype) == (torch.float32, torch.bfloat16)
@@ -64,7 +64,7 @@ def test_keys_are_prepared_and_typed() -> None:
         draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16()
     )
     assert isinstance(plain, KeyValues)
-    assert plain.keys_and_values()[0].dtype == torch.bfloat16
+    assert plain.tokens[0].dtype == torch.bfloat16
     assert mask is None
     assert decay is None
     assert bias is None
@@ -77,7 +77,7 @@ def test_mask_decay_and_bias_appear_when_they_come() -> None:
     later = memory.absorb(draw(1, 2, 2, 4), draw(1, 2, 2, 3), mask, decay, bias)
     last = later.absorb(draw(1, 2, 1, 4), draw(1, 2, 1, 3))
     assert isinstance(last, KeyValues)
-    _, _, held, decays, biases = last.keys_and_values()
+    _, _, held, decays, biases = last.tokens
     assert held is not None
     assert decays is not None
     assert biases is not None
@@ -117,9 +117,9 @@ def test_a_window_keeps_what_can_be_seen() -> None:
     q = draw(1, 2, 1, 4, seed=77)
     for seed in range(200):
         memory, whole = step(memory, seed), step(whole, seed)
-        k, v = memory.keys_and_values()[:2]
+        k, v = memory.tokens[:2]
         assert k.shape[2] == min(6, seed + 1)
-        assert torch.equal(k, whole.keys_and_values()[0][:, :, -6:])
+        assert torch.equal(k, whole.tokens[0][:, :, -6:])
         weight = torch.softmax(q @ k.mT / 2, -1)
         assert torch.allclose(memory.read(q), weight @ v, atol=1e-6)
     assert memory.buffer.room.length < 200

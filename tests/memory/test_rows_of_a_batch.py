@@ -144,7 +144,7 @@ def test_unbind_takes_no_more_than_it_must() -> None:
     left = Memory.stack([short, long]).unbind()
     assert [one.nbytes for one in left] == [short.nbytes, long.nbytes]
     assert isinstance(left[0], KeyValues)
-    assert left[0].keys_and_values()[2] is None
+    assert left[0].tokens[2] is None
 
 
 def test_the_inverse_comes_along() -> None:

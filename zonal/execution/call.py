@@ -18,6 +18,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.incoming import check_biases, untaken
+from zonal.memory.tokens import joined
 from zonal.memory.weights import check_weights, weighed
 from zonal.typed import check_switch, check_tensors
 
@@ -415,33 +416,22 @@ def resumed(call: Call, memory: Memory) -> Call:
     return replace(call, memory=memory, held=Held(memory.kind, tokens))
 
 
-def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:
-    """The call with prepared keys and values before its own: (k, v, key mask, log decay, key bias) of a memory of keys.
+def following(call: Call, past: Tokens) -> Call:
+    """The call with the tokens of a memory of keys before its own.
 
     Queries stay where they are, at the end; without causality they see everything.
     """
-    if past[0].shape[2] == 0:
+    if past.length == 0:
         return call
-    shape, earlier = call.k.shape, past[0].shape
-
-    def joined(before: Tensor | None, now: Tensor | None, blank: float, like: torch.Size) -> Tensor | None:
-        """Both along the tokens (last axis but for k and v); an absent part is ``blank``."""
-        if before is None and now is None:
-            return None
-        kind = now if now is not None else before
-        assert kind is not None
-        old = before if before is not None else kind.new_full((like[0], *kind.shape[1:-1], earlier[2]), blank)
-        new = now if now is not None else kind.new_full((like[0], *kind.shape[1:-1], shape[2]), blank)
-        return torch.cat([old.expand(like[0], *old.shape[1:]), new.expand(like[0], *new.shape[1:]).to(old.dtype)], -1)
-
-    k, v = torch.cat([past[0].to(call.k), call.k], 2), torch.cat([past[1].to(call.v), call.v], 2)
-    mask = joined(past[2], call.visibility.key_mask, True, shape)
-    decay, key_bias = joined(past[3], call.log_decay, 0.0, shape), joined(past[4], call.key_bias, 0.0, shape)
+    new = call.new_tokens
+    if new.log_decay is not None:
+        new = new._replace(log_decay=new.log_decay.expand(new.k.shape[:3]))
+    k, v, mask, decay, key_bias = joined(past._replace(k=past.k.to(new.k), v=past.v.to(new.v)), new)
     seen = call.seen(call.q.shape[2], k.shape[2], mask)
-    bias = bias_of(call.bound, seen, decay, key_bias)
     return replace(
-        call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias
-    )
+        call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen,
+        bias=bias_of(call.bound, seen, decay, key_bias), log_decay=decay, key_bias=key_bias,
+    )  # fmt: skip
 
 
 def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) -> Call:

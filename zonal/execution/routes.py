@@ -181,7 +181,7 @@ def _whole(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
         if call.memory is None:
             return run(call), None
         if isinstance(call.memory, KeyValues):
-            y = run(following(call, call.memory.keys_and_values()))
+            y = run(following(call, call.memory.tokens))
         else:  # an empty memory of sums
             y = run(call)
         return y, call.memory.extended(call.new_tokens)

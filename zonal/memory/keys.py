@@ -61,13 +61,6 @@ class KeyValues(Memory):
         """What is held, as views."""
         return self.buffer.room.span(self.begin, self.end)
 
-    def keys_and_values(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(prepared keys (B, Hkv, n, D), values (B, Hkv, n, P), key mask (B, n), log decay (B, Hkv, n), key bias (B,
-        Hkv, n)); None = none.
-        """
-        held = self.tokens
-        return held.k, held.v, held.mask, held.log_decay, held.key_bias
-
     @property
     def biased(self) -> bool:
         """Whether any key has a decay or a bias."""

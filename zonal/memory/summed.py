@@ -118,7 +118,7 @@ class Summed(Memory):
         """The memory up to the last whole chunk: what the next query sees."""
         if self.pending is None:
             return self
-        padding = self.padding - _padded(self.pending)
+        padding = self.padding - self.pending.padded()
         return replace(self, count=self.count - self.pending.length, padding=padding, pending=None)
 
     def settled(self) -> Self:
@@ -128,7 +128,7 @@ class Summed(Memory):
     def extended(self, tokens: Tokens) -> Memory:
         if tokens.length == 0:
             return self
-        count, padding = self.count + tokens.length, self.padding + _padded(tokens)
+        count, padding = self.count + tokens.length, self.padding + tokens.padded()
         if self.chunk is None:
             return replace(self.with_terms(tokens), count=count, padding=padding)
         if self.fades or tokens.log_decay is not None:
@@ -261,12 +261,6 @@ def _read(kind: type[_Record], tensors: Mapping[str, Tensor], plain: Mapping[str
     word = kind.__name__.lower()
     names = [f"{word}{i}" for i in range(sum(name.startswith(word) for name in plain))]
     return tuple(kind(plain[name], *(tensors[f"{name}.{part}"] for part in kind._fields[1:])) for name in names)
-
-
-def _padded(tokens: Tokens) -> Tensor | int:
-    """How many of the tokens are padding, (B,), or 0."""
-    absent = tokens.padded()
-    return 0 if absent is None else absent
 
 
 __all__ = ["Summed"]

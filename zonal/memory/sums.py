@@ -211,9 +211,8 @@ def carried(memory: Sums, state: Tensor, tokens: Tokens) -> Sums:
     """The memory after more tokens, when the state after them is known. Sums whose first decay comes with them fade
     from then on.
     """
-    absent = tokens.padded()
-    padding = memory.padding if absent is None else memory.padding + absent
-    after = replace(memory, count=memory.count + tokens.length, padding=padding, state=state.to(memory.state))
+    count, padding = memory.count + tokens.length, memory.padding + tokens.padded()
+    after = replace(memory, count=count, padding=padding, state=state.to(memory.state))
     if tokens.log_decay is None:
         return after
     after = fading(after)

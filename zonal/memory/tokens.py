@@ -41,9 +41,9 @@ class Tokens(NamedTuple):
         hidden = ~self.mask[:, None, :, None]
         return self._replace(k=self.k.masked_fill(hidden, 0), v=self.v.masked_fill(hidden, 0))
 
-    def padded(self) -> Tensor | None:
-        """How many of the tokens are padding, (B,) int64, or None for none."""
-        return None if self.mask is None else (~self.mask).sum(-1)
+    def padded(self) -> Tensor | int:
+        """How many of the tokens are padding, (B,) int64, or 0 without a mask."""
+        return 0 if self.mask is None else (~self.mask).sum(-1)
 
     def left_at_end(self) -> Tensor:
         """What is left of each token after the decays of those that follow it, (B or 1, Hkv, n); for tokens that

@@ -81,12 +81,9 @@ class WindowedSums(Memory):
     def after(self, tokens: Tokens, held: Tokens, opening: Tokens | None, state: Tensor) -> "WindowedSums":
         """The memory after more tokens. held: the kept ones and these, ``packed``; opening, state: what is kept of all
         but the last w of them."""
-        absent = tokens.padded()
-        padding = self.padding if absent is None else self.padding + absent
+        count, padding = self.count + tokens.length, self.padding + tokens.padded()
         kept, state = _last(held, self.reach), state.to(self.state)
-        return replace(
-            self, count=self.count + tokens.length, tokens=kept, state=state, padding=padding, opening=opening
-        )
+        return replace(self, count=count, tokens=kept, state=state, padding=padding, opening=opening)
 
     def left(self, held: Tokens) -> tuple[Tokens | None, Tensor]:
         """The opening and the sums when all but the last w of packed tokens have left the window."""
