@@ -183,7 +183,7 @@ def test_a_lost_candidate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_finds_the_same_places_as_torch(case_name: str) -> None:
     operator = with_top("softmax", FEW).float()
     call = call_of(operator, inputs(SMALL[case_name]).to(torch.float32))
-    ours, theirs = (candidates.candidates(call, FEW, native) for native in (True, False))
+    ours, theirs = (candidates.candidates(call, native) for native in (True, False))
     for name in ("start", "stop", "walk"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     if call.visibility.key_mask is None:  # in what order padding stands at the end is nobody's concern
@@ -255,7 +255,7 @@ def test_self_and_window_are_always_met(native: bool) -> None:
     operator = m.softmax().replace(anchor=anchor.TopK(2, search))
     q, k, v = torch.randn(3, 1, 2, 50, 6).unbind(0)
     call = prepare(operator, q, k, v, causal=True)
-    key, fresh = candidates.keys_of(candidates.candidates(call, search, native), slice(None), 5)
+    key, fresh = candidates.keys_of(candidates.candidates(call, native), slice(None), 5)
     met = torch.zeros(1, 2, 50, 50).scatter_add_(-1, key, fresh.float()) > 0
     back = torch.arange(50)[:, None] - torch.arange(50)
     assert met[..., (back >= 0) & (back < 5)].all()
@@ -476,7 +476,7 @@ def test_opcheck(name: str) -> None:
     operator = with_top(name, FEW).float()
     call = call_of(operator, inputs(Case(kv_heads=2, key_dim=7)).to(torch.float32))
     q, k, factors = sparse.points(call.bound.score, call.q.detach(), call.k.detach())
-    found = candidates.candidates(call, FEW, True)
+    found = candidates.candidates(call, native=True)
     tokens = (x.detach().requires_grad_() for x in (q, k, call.v))
     given = *SparseInputs(*tokens, *found), encode(SparseSpec(factors, 4))
     torch.library.opcheck(kernel.operator, given)

@@ -1,8 +1,11 @@
 """The keys that each query compares on the sparse path: those in its buckets of hash tables, and the nearest ones."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.execution.call import Call
 from zonal.features import hashing
@@ -11,7 +14,12 @@ from zonal.kernels.sparse import Candidates
 from zonal.tracing import untraced
 
 
-def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
+def search_of(call: Call) -> LSH:
+    """The search that the anchor of a call declares."""
+    return cast(LSH, cast(TopK, call.bound.anchor).search)
+
+
+def _candidates(call: Call, native: bool) -> Candidates:
     """The candidates of a call's queries. The window is the first table, with a single bucket that holds every key.
 
     native: the kernel sorts them.
@@ -19,7 +27,7 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
     """
     seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
-    search = search.sized(call.k.shape[2], hashing.spaces(score))
+    search = search_of(call).sized(call.k.shape[2], hashing.spaces(score))
     codes = kernel.codes if native else hashing.codes
     asked, held = (codes(hashing.functions(score, search, x, width), search.tables) for x in (call.q, call.k))
     reach = torch.tensor([search.window] + [search.reach] * search.tables, dtype=torch.int64)
@@ -75,4 +83,4 @@ def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]
     return torch.where(key < order.shape[3], key, key[..., :1]).clamp_max(max(order.shape[3] - 1, 0)), fresh
 
 
-__all__ = ["candidates", "keys_of", "places"]
+__all__ = ["candidates", "keys_of", "places", "search_of"]

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.anchor import TopK
-from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call, prepare
 from zonal.execution.paths import sparse
-from zonal.execution.paths.candidates import candidates, keys_of
-from zonal.execution.paths.sparse import refusal
+from zonal.execution.paths.candidates import candidates, keys_of, search_of
 from zonal.kernels.sparse import Candidates
 
 # numbers of a row, all heads, that are looked at together
@@ -103,12 +101,11 @@ def measured(
     call = prepare(
         operator, q, k, k, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale
     )
-    reason = refusal(call)
+    reason = sparse.refusal(call)
     if reason is not None:
         raise ArgumentError(f"coverage: operator {operator.name!r} has no sparse path to measure: {reason}.")
     anchor = cast(TopK, call.bound.anchor)
-    search = cast(LSH, anchor.search)
-    found = candidates(call, search, sparse.kernel_refusal(call) is None)
+    search, found = search_of(call), candidates(call, native=sparse.kernel_refusal(call) is None)
     chosen = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:rows].sort().values
     keys, most = k.shape[2], max(search.reach, search.window)
     size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (search.tables + 1)), 1))

@@ -19,7 +19,7 @@ from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
-from zonal.execution.paths.candidates import candidates, keys_of
+from zonal.execution.paths.candidates import candidates, keys_of, search_of
 from zonal.features import hashing
 from zonal.kernels.native import Reason
 from zonal.kernels.op import no_second_derivative
@@ -128,29 +128,19 @@ def _point(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return direction.to(x.dtype), (inverse == 0).to(x.dtype), none
 
 
-def _fused(call: Call, found: Candidates) -> Tensor:
-    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
-
-    Raises: BuildError when the kernel does not compile.
-    """
-    anchor = cast(TopK, call.bound.anchor)
-    q, k, factors = points(call.bound.score, call.q, call.k)
-    return kernel(SparseInputs(q, k, call.v, *found), SparseSpec(factors, anchor.k))[0]
-
-
 def compiled(call: Call) -> Tensor:
     """y (B, H, T, P) by the compiled kernel. Raises: BuildError when it does not compile."""
-    search = cast(LSH, cast(TopK, call.bound.anchor).search)
-    return call.scaled(_fused(call, candidates(call, search, True)))
+    found = candidates(call, native=True)
+    q, k, factors = points(call.bound.score, call.q, call.k)
+    spec = SparseSpec(factors, cast(TopK, call.bound.anchor).k)
+    return call.scaled(kernel(SparseInputs(q, k, call.v, *found), spec)[0])
 
 
 def by_torch(call: Call) -> Tensor:
     """y (B, H, T, P) by torch."""
-    anchor = cast(TopK, call.bound.anchor)
-    search = cast(LSH, anchor.search)
-    found = candidates(call, search, False)
-    most = max(search.reach, search.window)
-    return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, _Parts(call.bound.score, anchor, most)))
+    search, found = search_of(call), candidates(call, native=False)
+    parts = _Parts(call.bound.score, cast(TopK, call.bound.anchor), max(search.reach, search.window))
+    return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, parts))
 
 
 class _Parts(NamedTuple):
