@@ -18,7 +18,7 @@ from zonal.kernels import abi
 from zonal.kernels.abi import Arguments
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
-from zonal.kernels.sums import Places, places
+from zonal.kernels.sums import Places, places_of
 
 FAMILY = Family("ridge", FORMULAS["identity"], trial=lambda *_: _trial())
 DOUBLE = 1
@@ -154,15 +154,9 @@ def read(inputs: RidgeInputs, seen: Places, spec: RidgeSpec) -> Results:
     return prepared(inputs, seen, spec)(*inputs[:3])
 
 
-def _places_of(inputs: RidgeInputs) -> Places:
-    assert inputs.lo is not None
-    assert inputs.hi is not None
-    return places(inputs.key_mask, inputs.lo, inputs.hi, inputs.segment_start, inputs.k.shape[2])
-
-
 def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
     """``read`` with the visibility that lo, hi and the masks of the inputs give."""
-    return read(inputs, _places_of(inputs), spec)
+    return read(inputs, places_of(inputs), spec)
 
 
 def _trial() -> Results:
@@ -177,7 +171,7 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k, v, float32, of scale and rho, and of the memory and log_decay where asked for, float64."""
     (dy,), (_, doubled) = grads, results
-    call = _arguments(inputs, _places_of(inputs), spec)
+    call = _arguments(inputs, places_of(inputs), spec)
     _point_at_tokens(call, *inputs[:3])
     call.point("outcome", torch.where(doubled, DOUBLE, 0))
     call.point("dy", dy)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -281,7 +281,7 @@ def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
 
 def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
     """``summed`` with the visibility that lo, hi and the masks of the inputs give."""
-    return summed(inputs, _places_of(inputs), spec)
+    return summed(inputs, places_of(inputs), spec)
 
 
 def _trial(code: Formula) -> Results:
@@ -292,7 +292,8 @@ def _trial(code: Formula) -> Results:
     return forward(inputs, SumsSpec(code, 2, 0, "row"))
 
 
-def _places_of(inputs: SumsInputs) -> Places:
+def places_of(inputs: Any) -> Places:
+    """Which keys the queries of ``SumsInputs`` or ``RidgeInputs`` see, by lo, hi and the masks."""
     assert inputs.lo is not None
     assert inputs.hi is not None
     return places(inputs.key_mask, inputs.lo, inputs.hi, inputs.segment_start, inputs.v.shape[2])
@@ -335,7 +336,7 @@ def backward(
 
     In float64 and if asked for: those of scale, coefficients, monomials, log_decay and key_bias.
     """
-    (dy, dfinal), (y, factor, final, apart), seen = grads, results, _places_of(inputs)
+    (dy, dfinal), (y, factor, final, apart), seen = grads, results, places_of(inputs)
     assert dy is not None
     batch, heads, kv_heads, _, _, _, value_dim = inputs.sizes
     segments, groups = seen.edges.shape[0] - 1, heads // kv_heads
@@ -446,6 +447,7 @@ __all__ = [
     "Tables",
     "decay_gradient",
     "places",
+    "places_of",
     "prepared",
     "product_tables",
     "state_shape",
