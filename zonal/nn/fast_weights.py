@@ -187,8 +187,7 @@ class FastWeights(TokenMixer):
         return {"rates": self._gates(zero.unbind(0))[0].exp().flatten().tolist()}
 
     def extra_repr(self) -> str:
-        sizes = self.sizes
-        return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}"
+        return str(self.sizes)
 
 
 __all__ = ["FastWeights", "Mixed", "Step"]

@@ -155,10 +155,7 @@ class Mamba2(TokenMixer):
             parameters[name].copy_(value)
 
     def extra_repr(self) -> str:
-        sizes = self.sizes
-        return (
-            f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, groups={sizes.groups}"
-        )
+        return f"{self.sizes}, groups={self.sizes.groups}"
 
 
 _TRANSFORMERS = {

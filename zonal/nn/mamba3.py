@@ -175,11 +175,7 @@ class Mamba3(TokenMixer):
         return torch.cat([both, rest], dim=-1)
 
     def extra_repr(self) -> str:
-        sizes = self.sizes
-        return (
-            f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, "
-            f"groups={sizes.groups}, pairs={self.pairs}"
-        )
+        return f"{self.sizes}, groups={self.sizes.groups}, pairs={self.pairs}"
 
 
 def _rate(a: Tensor) -> Tensor:

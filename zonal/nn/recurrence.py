@@ -76,6 +76,9 @@ class Sizes:
         """Entries of B per token, and of C."""
         return self.groups * self.state
 
+    def __str__(self) -> str:
+        return f"{self.dim}, state={self.state}, head_dim={self.head_dim}, heads={self.heads}"
+
     def by_head(self, x: Tensor) -> Tensor:
         """B or C (B, T, groups · N) -> (B, H, T, N); the heads of a group get the same numbers. One group gives
         (B, 1, T, N), which serves all heads.
