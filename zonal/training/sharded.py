@@ -32,7 +32,7 @@ from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.environment import remove_parts
 from zonal.training.processes import OneProcess, Restored, Written, recompute_blocks
-from zonal.training.step import autocast
+from zonal.training.step import autocast, split
 
 _PATIENCE = datetime.timedelta(seconds=5)
 
@@ -222,11 +222,7 @@ class SeveralProcesses:
         """Nothing: a sequence may be too long for one rank."""
 
     def gradient(self, model: LanguageModel, batch: Batch, config: TrainConfig) -> float:
-        count = int((batch.targets != IGNORED).sum())
-        if not count:
-            raise ArgumentError(
-                "train: the batch has no supervised position (every target is -100), so there is nothing to learn from."
-            )
+        count = split(batch, 1, batch.tokens.device)[0].count
         model.zero_grad(set_to_none=True)
         own = [x.chunk(self.data)[self._row].chunk(config.accumulate) for x in (batch.tokens, batch.targets)]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
