@@ -68,6 +68,8 @@ class FastWeights(TokenMixer):
     convolves_values: ClassVar[bool] = True
     gates: ClassVar[int] = 2
     """Inputs of the gates, per token and head."""
+    solves: ClassVar[bool] = False
+    """Whether queries are solved with the sum of k k^T, which then stands in the matrix before that of k v^T."""
 
     def __init__(self, dim: int, state: int, head_dim: int, expand: int, conv: int, norm_eps: float) -> None:
         super().__init__()
@@ -82,12 +84,12 @@ class FastWeights(TokenMixer):
         self.norm = RMSNorm(head_dim, norm_eps)
         self.output = nn.Linear(inner, dim, bias=False)
 
-    # --- what a layer provides --------------------------------------------------------------------------------------
-
     @property
-    @abc.abstractmethod
     def columns(self) -> int:
         """Number of columns of the matrix of a head; it has ``state`` rows."""
+        return self.sizes.head_dim + (self.sizes.state if self.solves else 0)
+
+    # --- what a layer provides --------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _reset_gates(self, draws: Draws) -> None:

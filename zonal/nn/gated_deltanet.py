@@ -48,10 +48,6 @@ class GatedDeltaNet(FastWeights):
         self.log_rate = nn.Parameter(torch.empty(self.sizes.heads))
         self.reset_parameters(Draws())
 
-    @property
-    def columns(self) -> int:
-        return self.sizes.head_dim
-
     def _reset_gates(self, draws: Draws) -> None:
         draw_steps_(self.step_bias, draws)
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)

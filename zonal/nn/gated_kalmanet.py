@@ -44,6 +44,7 @@ class GatedKalmaNet(FastWeights):
     """
 
     gates = 3
+    solves = True
 
     def __init__(
         self,
@@ -69,10 +70,6 @@ class GatedKalmaNet(FastWeights):
         self.write_bias = nn.Parameter(torch.empty(heads))
         self.mix_bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters(Draws())
-
-    @property
-    def columns(self) -> int:
-        return self.sizes.state + self.sizes.head_dim
 
     def _reset_gates(self, draws: Draws) -> None:
         draw_steps_(self.step_bias, draws)

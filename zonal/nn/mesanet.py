@@ -48,6 +48,7 @@ class MesaNet(FastWeights):
 
     gated = False
     convolves_values = False
+    solves = True
 
     def __init__(
         self,
@@ -74,10 +75,6 @@ class MesaNet(FastWeights):
         self.write_bias = nn.Parameter(torch.empty(self.sizes.heads))
         self.raw_ridge = nn.Parameter(torch.empty(self.sizes.heads, state))
         self.reset_parameters(Draws())
-
-    @property
-    def columns(self) -> int:
-        return self.sizes.state + self.sizes.head_dim
 
     def _reset_gates(self, draws: Draws) -> None:
         nn.init.constant_(self.forget_bias, self.forget_start)
