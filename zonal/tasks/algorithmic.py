@@ -52,10 +52,13 @@ Segments = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Draw:
-    """Random parts of a sequence. Words are the numbers 0 to ``words`` - 1 here, and markers are negative."""
+    """Random parts of a sequence of at most ``length`` tokens. Words are the numbers 0 to ``words`` - 1 here, and
+    markers are negative.
+    """
 
     chance: np.random.Generator
     words: int
+    length: int
 
     def any(self, count: int, most: int | None = None) -> list[int]:
         """``count`` words, each any of the first ``most``."""
@@ -76,68 +79,68 @@ def marker(which: int) -> int:
 class Algorithm:
     """One task.
 
-    about: one line. size: the most tokens that n items take. compose: (draw, n, length) → segments of at most
-    ``length`` tokens. length: of a sequence, where none is given. permuted: the answers are all values of the
-    context in some order, so a guess can leave out those that were named.
+    about: one line. size: the most tokens that n items take. compose: (draw, n) → segments of n items. length: of a
+    sequence, where none is given. permuted: the answers are all values of the context in some order, so a guess can
+    leave out those that were named.
     """
 
     about: str
     size: Callable[[int], int]
-    compose: Callable[[Draw, int, int], Segments]
+    compose: Callable[[Draw, int], Segments]
     length: int = 64
     permuted: bool = False
 
 
-def _copy(draw: Draw, n: int, length: int) -> Segments:
+def _copy(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
     return [(found, found)]
 
 
-def _reverse(draw: Draw, n: int, length: int) -> Segments:
+def _reverse(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
     return [(found, found[::-1])]
 
 
-def _sort(draw: Draw, n: int, length: int) -> Segments:
+def _sort(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
     return [(found, sorted(found))]
 
 
-def _counting(draw: Draw, n: int, length: int) -> Segments:
+def _counting(draw: Draw, n: int) -> Segments:
     few = draw.different(4)
     found = [draw.one(few) for _ in range(n)]
     asked = draw.one(few)
     return [([*found, marker(ASK), asked], [found.count(asked)])]
 
 
-def _parity(draw: Draw, n: int, length: int) -> Segments:
+def _parity(draw: Draw, n: int) -> Segments:
     bits = draw.any(n, 2)
     return [(bits, (np.cumsum(bits) % 2).tolist())]
 
 
-def _addition(draw: Draw, n: int, length: int) -> Segments:
+def _addition(draw: Draw, n: int) -> Segments:
     first, second = draw.any(n, 10), draw.any(n, 10)
     total = int("".join(map(str, first))) + int("".join(map(str, second)))
     return [([*first, marker(PLUS), *second], [int(digit) for digit in reversed(str(total).zfill(n + 1))])]
 
 
-def _modular(draw: Draw, n: int, length: int) -> Segments:
+def _modular(draw: Draw, n: int) -> Segments:
     pairs = [draw.any(2) for _ in range(n)]
     return [([a, marker(PLUS), b], [(a + b) % draw.words]) for a, b in pairs]
 
 
-def _long_copy(draw: Draw, n: int, length: int) -> Segments:
+def _long_copy(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
-    return [(found + [marker(BLANK)] * (length - 2 * n), found)]
+    return [(found + [marker(BLANK)] * (draw.length - 2 * n), found)]
 
 
-def _distant_match(draw: Draw, n: int, length: int) -> Segments:
+def _distant_match(draw: Draw, n: int) -> Segments:
     first, other = draw.different(2)
     same = int(draw.chance.integers(2))
     return [([first, *draw.any(8 * n), first if same else other], [same])]
 
 
-def _multihop(draw: Draw, n: int, length: int) -> Segments:
+def _multihop(draw: Draw, n: int) -> Segments:
     chains = draw.different(4 * n)
     facts = [chains[place : place + 2] for place in range(4 * n) if place % 4 != 3]
     context = [word for place in draw.chance.permutation(len(facts)) for word in facts[place]]
@@ -150,13 +153,13 @@ def _pairs(draw: Draw, n: int) -> tuple[list[int], list[int], list[int]]:
     return keys, values, [word for pair in zip(keys, values, strict=True) for word in pair]
 
 
-def _retrieval(draw: Draw, n: int, length: int) -> Segments:
+def _retrieval(draw: Draw, n: int) -> Segments:
     keys, values, context = _pairs(draw, n)
     asked = int(draw.chance.integers(n))
     return [([*context, marker(ASK), keys[asked]], [values[asked]])]
 
 
-def _kv_recall(draw: Draw, n: int, length: int) -> Segments:
+def _kv_recall(draw: Draw, n: int) -> Segments:
     keys, values, context = _pairs(draw, n)
     order = draw.chance.permutation(n).tolist()
     return [
@@ -165,19 +168,19 @@ def _kv_recall(draw: Draw, n: int, length: int) -> Segments:
     ]
 
 
-def _first_token(draw: Draw, n: int, length: int) -> Segments:
+def _first_token(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
     return [(found, found[:1])]
 
 
-def _selective_copy(draw: Draw, n: int, length: int) -> Segments:
+def _selective_copy(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
-    context = np.full(length - n, marker(BLANK))
-    context[np.sort(draw.chance.permutation(length - n)[:n])] = found
+    context = np.full(draw.length - n, marker(BLANK))
+    context[np.sort(draw.chance.permutation(len(context))[:n])] = found
     return [(context.tolist(), found)]
 
 
-def _bigram(draw: Draw, n: int, length: int) -> Segments:
+def _bigram(draw: Draw, n: int) -> Segments:
     few = draw.different(5)
     while True:
         after = {word: draw.one([other for other in few if other != word]) for word in few}
@@ -195,7 +198,7 @@ def _bigram(draw: Draw, n: int, length: int) -> Segments:
             return [([*found, marker(ASK), asked], [answer])]
 
 
-def _majority(draw: Draw, n: int, length: int) -> Segments:
+def _majority(draw: Draw, n: int) -> Segments:
     few = draw.different(3)
     while True:
         found = [draw.one(few) for _ in range(n)]
@@ -204,7 +207,7 @@ def _majority(draw: Draw, n: int, length: int) -> Segments:
             return [(found, [counts[-1][1]])]
 
 
-def _histogram(draw: Draw, n: int, length: int) -> Segments:
+def _histogram(draw: Draw, n: int) -> Segments:
     few = draw.different(4)
     found = [draw.one(few) for _ in range(n)]
     return [
@@ -212,7 +215,7 @@ def _histogram(draw: Draw, n: int, length: int) -> Segments:
     ]
 
 
-def _stack(draw: Draw, n: int, length: int) -> Segments:
+def _stack(draw: Draw, n: int) -> Segments:
     segments: Segments = []
     stack: list[int] = []
     pushed: list[int] = []
@@ -228,19 +231,19 @@ def _stack(draw: Draw, n: int, length: int) -> Segments:
     return segments
 
 
-def _induction(draw: Draw, n: int, length: int) -> Segments:
+def _induction(draw: Draw, n: int) -> Segments:
     found = draw.different(n)
     place = int(draw.chance.integers(n - 1))
     return [([*found, found[place]], [found[place + 1]])]
 
 
-def _pattern(draw: Draw, n: int, length: int) -> Segments:
+def _pattern(draw: Draw, n: int) -> Segments:
     period = draw.any(n)
     shown = int(draw.chance.integers(2 * n, 3 * n))
     return [((period * 3)[:shown], [period[(shown + place) % n] for place in range(n)])]
 
 
-def _noisy_copy(draw: Draw, n: int, length: int) -> Segments:
+def _noisy_copy(draw: Draw, n: int) -> Segments:
     found = draw.any(n)
     copies = [list(found) for _ in range(3)]
     for place, wrong in enumerate(draw.chance.integers(0, 6, n).tolist()):
@@ -249,7 +252,7 @@ def _noisy_copy(draw: Draw, n: int, length: int) -> Segments:
     return [([word for copy in copies for word in copy], found)]
 
 
-def _compression(draw: Draw, n: int, length: int) -> Segments:
+def _compression(draw: Draw, n: int) -> Segments:
     runs = draw.any(n)
     for place in range(1, n):
         if runs[place] == runs[place - 1]:
@@ -332,7 +335,7 @@ class Algorithmic(Drawn[int]):
         self.groups = ("marker", "word"), (len(_MARKERS),)
 
     def row(self, cell: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        segments = self.algorithm.compose(Draw(stream(*key), self.words), cell, self.length)
+        segments = self.algorithm.compose(Draw(stream(*key), self.words, self.length), cell)
         read: list[int] = []
         asked: list[int] = []
         for context, answer in segments:
