@@ -126,7 +126,8 @@ def _mqar_grid(name: str, given: Given) -> Retrieval:
 
 
 def _text(name: str, given: Given) -> Text:
-    return Text(given.pop("data", "novel"), **given, name=name)
+    kind = MaskedText if name == "masked-text" else Text
+    return kind(given.pop("data", "novel"), **given, name=name)
 
 
 def _pixels(name: str, given: Given) -> Pixels:
@@ -143,10 +144,6 @@ def _pixels(name: str, given: Given) -> Pixels:
 def _glosses(name: str, given: Given) -> Glosses:
     folder = {"folder": given["data"]} if "data" in given else {}
     return Glosses(**folder, **_given(given, "length", "test_examples"), name=name)
-
-
-def _masked(name: str, given: Given) -> MaskedText:
-    return MaskedText(given.pop("data", "novel"), **given, name=name)
 
 
 _DEMO = {"vocab_size": 512, "train_examples": 40_000, "test_examples": 1_000, "random_non_queries": False}
@@ -310,7 +307,7 @@ _TASKS = {
         _glosses,
     ),
     "masked-text": _Entry(
-        "hidden tokens of a text, named from those before and after them, by encoders", _TEXT_ARGUMENTS, _masked
+        "hidden tokens of a text, named from those before and after them, by encoders", _TEXT_ARGUMENTS, _text
     ),
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS, _text),
 }
