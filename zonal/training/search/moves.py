@@ -15,7 +15,7 @@ import torch
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman
-from zonal.errors import ArgumentError, unknown_name
+from zonal.errors import ArgumentError
 from zonal.mechanisms import regime, regime_spec
 from zonal.mechanisms.regime import part_spec
 from zonal.models import ModelConfig
@@ -74,13 +74,6 @@ class Moves:
 
     legal: tuple[Move, ...]
     skipped: tuple[Skipped, ...]
-
-
-def check_kinds(kinds: Sequence[str], call: str) -> None:
-    """Raise ArgumentError for an unknown kind of move."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown_name(call, "kind of move", kind, KINDS)
 
 
 def moves(start: Regime, model: ModelConfig, kinds: Sequence[str] = KINDS, palette: Sequence[str] = PALETTE) -> Moves:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from zonal import tasks
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, unknown_name
 from zonal.evaluation.selection import capped
 from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
@@ -17,7 +17,7 @@ from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.training.record import RunResult
-from zonal.training.search.moves import KINDS, PALETTE, check_kinds, model_of, refusal
+from zonal.training.search.moves import KINDS, PALETTE, model_of, refusal
 from zonal.training.search.regime import Regime, canonical
 from zonal.training.spec import ComparisonSpec
 
@@ -114,7 +114,9 @@ class SearchSpec(SearchSettings):
                 f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}",
             )
         self._require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
-        check_kinds(self.kinds, "SearchSpec")
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise unknown_name("SearchSpec", "kind of move", kind, KINDS)
         for entry in self.palette:
             canonical(entry)  # refuses what is no spec; sizes that do not fit are moves that are not made
         check_device(self.device)
