@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernels.sums_calls import DTYPES, Inputs, Shape
+from kernels.calls import DTYPES, Inputs, Shape, at_once, drawing, edges, in_pieces, learned, padded, with_gradients
 from torch import Tensor
 
-import zonal
-from zonal import Memory, Operator, anchor, link, metric, prior, score
+from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 
 _PARTS = (metric.Hyperbolic(scale=0.4), metric.Sphere(eps=1e-3), metric.SquaredEuclidean(), metric.Euclidean())
@@ -105,14 +104,7 @@ LONG = {
 def inputs(case: Case) -> Inputs:
     """Tensors of a case; what the operator learns is away from where it begins."""
     generator, rules = torch.Generator().manual_seed(0), case.rules
-
-    def draw(heads: int, tokens: int, dim: int) -> Tensor:
-        if rules.strided:  # every axis has a stride of its own
-            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
-        else:
-            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
-        return x.to(DTYPES[case.dtype])
-
+    draw = drawing(rules, case.dtype, generator)
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     if (
         case.shape == "clustered"
@@ -122,16 +114,10 @@ def inputs(case: Case) -> Inputs:
         k[:, :, 7], k[:, :, 9] = 0, 100 * k[:, :, 9]
         k[:, :, 12:] = k[:, :, :6]
         q = k.clone()
-    mask = None
-    if rules.padding:
-        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
-        mask[0, :4] = False  # the first queries see nothing
-    operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
-    with torch.no_grad():
-        for parameter in operator.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    mask = padded(rules, generator)
+    operator = learned(OPERATORS[case.operator](), rules, generator)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
-    return Inputs(q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator)
+    return Inputs(q, k, v, mask, edges(rules), operator)
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
@@ -139,45 +125,9 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
     In pieces that hand on a memory where the shape says so.
     """
-    rules = case.rules
-    if rules.cuts and path == "tiled":
-        memory = Memory.empty(
-            data.operator,
-            rules.batch,
-            rules.kv_heads,
-            rules.key_dim,
-            rules.value_dim,
-            dtype=data.q.dtype,
-            device=data.q.device,
-        )
-        parts = []
-        for start, stop in zip(rules.cuts[:-1], rules.cuts[1:], strict=True):
-            part = slice(start, stop)
-            q, k, v = (x[:, :, part] for x in (data.q, data.k, data.v))
-            y, memory = zonal.attention(
-                q, k, v, data.operator, memory=memory, return_memory=True, causal=True, path=path
-            )
-            parts.append(y)
-        y = torch.cat(parts, 2)
-    else:
-        y = zonal.attention(
-            data.q,
-            data.k,
-            data.v,
-            data.operator,
-            key_padding_mask=data.mask,
-            cu_seqlens=data.edges,
-            causal=rules.causal,
-            path=path,
-        )
-    assert isinstance(y, Tensor)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
-    leaves = [data.q, data.k, data.v, *data.operator.parameters()]
-    found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
-    return [
-        x.detach().cpu()
-        for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))
-    ]
+    pieces = case.rules.cuts and path == "tiled"
+    y = in_pieces(case.rules, data, path)[0] if pieces else at_once(case.rules, data, path)
+    return with_gradients(data, [y])
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from kernels.sums_calls import DTYPES, Inputs, Shape
+from kernels.calls import DTYPES, Inputs, Shape, at_once, drawing, edges, in_pieces, learned, padded, with_gradients
 from torch import Tensor
 
-import zonal
-from zonal import Memory, Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 
 OPERATORS: dict[str, Callable[[], Operator]] = {
@@ -96,14 +95,7 @@ LONG = {
 def inputs(case: Case) -> Inputs:
     """Tensors of a case; what the operator learns is away from where it begins."""
     generator, rules = torch.Generator().manual_seed(0), case.rules
-
-    def draw(heads: int, tokens: int, dim: int) -> Tensor:
-        if rules.strided:  # every axis has a stride of its own
-            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
-        else:
-            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
-        return (x / dim**0.25).to(DTYPES[case.dtype])  # some keys are longer than their limit
-
+    draw = drawing(rules, case.dtype, generator, 0.25)  # some keys are longer than their limit
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
     if (
@@ -114,17 +106,11 @@ def inputs(case: Case) -> Inputs:
         v = k @ torch.randn(rules.key_dim, rules.value_dim, generator=generator) + 0.1 * v
     if case.operator.startswith("unlimited"):  # |z|^2 / rho is some ten thousands
         k = k * rules.key_dim**0.25
-    mask = None
-    if rules.padding:
-        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
-        mask[0, :4] = False
+    mask = padded(rules, generator)
     if case.nan_key is not None:
         k[:, :, case.nan_key] = float("nan")
-    operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
-    with torch.no_grad():
-        for parameter in operator.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return Inputs(q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator)
+    operator = learned(OPERATORS[case.operator](), rules, generator)
+    return Inputs(q, k, v, mask, edges(rules), operator)
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
@@ -132,46 +118,9 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
     In pieces that hand on a memory where the shape says so.
     """
-    rules = case.rules
-    if rules.cuts and path == "chunked":
-        memory = Memory.empty(
-            data.operator,
-            rules.batch,
-            rules.kv_heads,
-            rules.key_dim,
-            rules.value_dim,
-            dtype=data.q.dtype,
-            device=data.q.device,
-        )
-        parts = []
-        for start, stop in itertools.pairwise(rules.cuts):
-            part = slice(start, stop)
-            y, memory = zonal.attention(
-                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory, causal=True,
-                path=path,
-                key_padding_mask=None if data.mask is None else data.mask[:, part],
-            )  # fmt: skip
-            parts.append(y)
-        y = torch.cat(parts, 2)
-    else:
-        y = zonal.attention(
-            data.q,
-            data.k,
-            data.v,
-            data.operator,
-            key_padding_mask=data.mask,
-            cu_seqlens=data.edges,
-            causal=True,
-            path=path,
-        )
-    assert isinstance(y, Tensor)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
-    leaves = [data.q, data.k, data.v, *data.operator.parameters()]
-    found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
-    return [
-        x.detach().cpu()
-        for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))
-    ]
+    pieces = case.rules.cuts and path == "chunked"
+    y = in_pieces(case.rules, data, path)[0] if pieces else at_once(case.rules, data, path)
+    return with_gradients(data, [y])
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:

@@ -2,16 +2,27 @@
 float64 by the dense path.
 """
 
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from kernels.calls import (
+    DTYPES,
+    Inputs,
+    Shape,
+    at_once,
+    drawing,
+    edges,
+    empty,
+    in_pieces,
+    learned,
+    padded,
+    with_gradients,
+)
 from torch import Tensor
 
-import zonal
-from zonal import Memory, Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.nn.recurrence import ssd
 
@@ -30,33 +41,6 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "identity": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
     "ssd": ssd,
 }
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory. decay, bias: what tokens
-    fade by and count.
-
-    level: of values that differ little, so that gradients through a row's sum are small beside what they are
-        differences of.
-    """
-
-    queries: int = 43
-    keys: int = 43
-    key_dim: int = 6
-    value_dim: int = 5
-    batch: int = 1
-    heads: int = 1
-    kv_heads: int = 1
-    causal: bool = True
-    padding: bool = False
-    packed: tuple[int, ...] = ()
-    strided: bool = False
-    cuts: tuple[int, ...] = ()
-    decay: bool = False
-    bias: bool = False
-    level: float = 0.0
-    lengths: tuple[float, ...] = ()  # that vectors of q and k take in turns
 
 
 SHAPES: dict[str, Shape] = {
@@ -98,7 +82,6 @@ LARGE: dict[str, Shape] = {
         queries=3000, keys=3000, key_dim=64, value_dim=64, cuts=(0, 1000, 3000), heads=4, kv_heads=2, decay=True
     ),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -176,43 +159,9 @@ LONG = {
 }  # fmt: skip
 
 
-@dataclass
-class Inputs:
-    """Tensors of a call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    edges: Tensor | None
-    operator: Operator
-    log_decay: Tensor | None = None
-    key_bias: Tensor | None = None
-
-    def to(self, dtype: torch.dtype, device: str) -> "Inputs":
-        def moved(x: Tensor) -> Tensor:
-            there = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
-            return there.copy_(x.detach()).requires_grad_()
-
-        own = copy.deepcopy(self.operator).to(device)
-        return Inputs(
-            moved(self.q), moved(self.k), moved(self.v), None if self.mask is None else self.mask.to(device),
-            None if self.edges is None else self.edges.to(device), own.double() if dtype == torch.float64 else own,
-            *(None if x is None else x.detach().to(device,
-            torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (self.log_decay, self.key_bias)),
-        )  # fmt: skip
-
-
 def inputs(case: Case) -> Inputs:
     generator, rules = torch.Generator().manual_seed(0), case.rules
-
-    def draw(heads: int, tokens: int, dim: int) -> Tensor:
-        if rules.strided:  # every axis has a stride of its own
-            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
-        else:
-            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
-        return x.to(DTYPES[case.dtype])
-
+    draw = drawing(rules, case.dtype, generator)
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
     for step, size in enumerate(rules.lengths):
@@ -220,19 +169,13 @@ def inputs(case: Case) -> Inputs:
         k[:, :, len(rules.lengths) - step :: len(rules.lengths)] *= size
     if rules.level:
         v = 0.1 * v + rules.level
-    mask = None
-    if rules.padding:
-        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
-        mask[0, :4] = False
-    operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
-    with torch.no_grad():
-        for parameter in operator.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    mask = padded(rules, generator)
+    operator = learned(OPERATORS[case.operator](), rules, generator)
     log_decay, key_bias = (torch.randn(rules.batch, rules.kv_heads, rules.keys, generator=generator) for _ in range(2))
     # some tokens end what came before them
     log_decay = -torch.nn.functional.softplus(3 * log_decay - 2)
     return Inputs(
-        q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator,
+        q, k, v, mask, edges(rules), operator,
         log_decay if rules.decay else None,
         key_bias if rules.bias else None,
     )  # fmt: skip
@@ -243,76 +186,14 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
     operator learns.
     """
     rules = case.rules
-    options = {"causal": rules.causal, "path": path}
-    kind = "decayed" if rules.decay else None
-
-    def of(x: Tensor | None, part: slice) -> Tensor | None:
-        return None if x is None else x[..., part]
-
-    state = None
-    if rules.cuts and path == "chunked":
-        memory = Memory.empty(
-            data.operator,
-            rules.batch,
-            rules.kv_heads,
-            rules.key_dim,
-            rules.value_dim,
-            dtype=data.q.dtype,
-            device=data.q.device,
-            kind=kind,
-        )
-        parts = []
-        for start, stop in itertools.pairwise(rules.cuts):
-            part = slice(start, stop)
-            y, memory = zonal.attention(
-                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory,
-                key_padding_mask=of(data.mask, part), log_decay=of(data.log_decay, part),
-                key_bias=of(data.key_bias, part), **options,
-            )  # fmt: skip
-            parts.append(y)
-        y, state = torch.cat(parts, 2), memory.state  # type: ignore[attr-defined]
+    if not rules.cuts:
+        return with_gradients(data, [at_once(rules, data, path)])
+    if path == "chunked":
+        y, memory = in_pieces(rules, data, path)
     else:
-        y = zonal.attention(
-            data.q,
-            data.k,
-            data.v,
-            data.operator,
-            key_padding_mask=data.mask,
-            cu_seqlens=data.edges,
-            log_decay=data.log_decay,
-            key_bias=data.key_bias,
-            **options,
-        )
-        if rules.cuts:
-            empty = Memory.empty(
-                data.operator,
-                rules.batch,
-                rules.kv_heads,
-                rules.key_dim,
-                rules.value_dim,
-                dtype=data.q.dtype,
-                device=data.q.device,
-                kind=kind,
-            )
-            state = empty.absorb(data.k, data.v, data.mask, data.log_decay, data.key_bias).state  # type: ignore[attr-defined]
-    assert isinstance(y, Tensor)
-    generator = torch.Generator().manual_seed(1)
-    loss = (y.double() * torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
-    if state is not None:
-        loss = (
-            loss
-            + (state.double() * torch.randn(state.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
-        )
-    leaves = [
-        data.q,
-        data.k,
-        data.v,
-        *(x for x in (data.log_decay, data.key_bias) if x is not None),
-        *data.operator.parameters(),
-    ]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-    return [x.detach().cpu() for x in (y, *(() if state is None else (state,)), *gradients)]
+        y = at_once(rules, data, path)
+        memory = empty(rules, data).absorb(data.k, data.v, data.mask, data.log_decay, data.key_bias)
+    return with_gradients(data, [y, memory.state])  # type: ignore[attr-defined]
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
