@@ -63,7 +63,7 @@ class StepDecoder(Decoder):
                 self._held = self._held.recorded(self._held, tokens)
             return y
         with torch.autocast(q.device.type, enabled=False):
-            self._check(q, k, v)
+            self._check(q, k)
             call = prepare(
                 self.operator, q, k, v, causal=True, key_padding_mask=given.key_padding_mask, scale=scale,
                 log_decay=given.log_decay, key_bias=given.key_bias,
@@ -101,7 +101,7 @@ class StepDecoder(Decoder):
         self._held, self._steps = after, steps
         return y
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check(self, q: Tensor, k: Tensor) -> None:
         if torch_func.active() or torch_func.forward():
             raise ArgumentError(
                 "Decoder.step: a decoder keeps tensors, and torch.func's transforms and forward-mode derivatives "
@@ -120,6 +120,9 @@ class StepDecoder(Decoder):
                 f"Decoder.step: at least one token is required, each with a query, received {q.shape[2]} queries and "
                 f"{k.shape[2]} keys."
             )
+
+
+Decoder.implementation = StepDecoder
 
 
 def _next(memory: Memory) -> int:

@@ -40,9 +40,6 @@ class Decoder(abc.ABC):
     implementation: "ClassVar[type[Decoder]]"
     """The class that ``Memory.decoder`` makes. The package ``zonal`` always has one."""
 
-    def __init_subclass__(cls) -> None:
-        Decoder.implementation = cls
-
     @abc.abstractmethod
     def __init__(self, memory: Any) -> None: ...
 
