@@ -247,9 +247,8 @@ class VisionEncoder(nn.Module):
         # a patch's numbers are of order 1: so are tokens then
         draws.normal_(self.patches.weight, "patches.weight", std=self.patches.in_features**-0.5)
         draws.normal_(self.positions, "positions", std=0.1)
-        draws.normal_(self.head.weight, "head.weight")
-        for linear in (self.patches, self.head):
-            nn.init.zeros_(linear.bias)
+        nn.init.zeros_(self.patches.bias)
+        draws.linear_(self.head, "head")
         self.encoder.reset_parameters(draws.child("encoder"))
 
     def forward(self, images: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> Tensor:

@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
         self.history.reset_parameters()
         self.norm.reset_parameters()
         if self.head is not None:
-            draws.normal_(self.head.weight, "head.weight")
+            draws.linear_(self.head, "head")
 
     def forward(
         self,

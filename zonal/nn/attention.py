@@ -193,12 +193,11 @@ class Attention(TokenMixer):
 
     def _reset_projections(self, draws: Draws) -> None:
         one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
-        for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
-            if one_map and name == "key":
-                continue
-            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        draws.linear_(self.query, "query")
+        if not one_map:
+            draws.linear_(self.key, "key")
+        draws.linear_(self.value, "value")
+        draws.linear_(self.output, "output", output=True)
         if self.init != "default":
             draws.orthogonal_(self.query.weight, "query.weight", self.heads)
             if not one_map:

@@ -46,7 +46,7 @@ class MixtureOfExperts(nn.Module):
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw the weights of each expert as in a SwiGLU, each from its own stream."""
-        draws.normal_(self.router.weight, "router.weight")
+        draws.linear_(self.router, "router")
         draws.normal_(self.gate, "gate")
         draws.normal_(self.up, "up")
         draws.normal_(self.down, "down", output=True)

@@ -109,8 +109,8 @@ class FastWeights(TokenMixer):
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights."""
-        draws.normal_(self.input.weight, "input.weight")
-        draws.normal_(self.output.weight, "output.weight", output=True)
+        draws.linear_(self.input, "input")
+        draws.linear_(self.output, "output", output=True)
         self.convolution.reset_parameters(draws.child("convolution"))
         self.norm.reset_parameters()
         self._reset_gates(draws)

@@ -7,7 +7,7 @@ a comparison of operators starts from one point.
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zonal.features.base import stream
 
@@ -52,6 +52,12 @@ class Draws:
             torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=self.generator(name))
         )
 
+    def linear_(self, layer: nn.Linear, name: str, *, output: bool = False) -> None:
+        """Fill the weight of the submodule ``name`` as ``normal_`` does, and its bias with zeros."""
+        self.normal_(layer.weight, f"{name}.weight", output=output)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
     @torch.no_grad()
     def uniform_(self, parameter: Tensor, name: str, bound: float) -> None:
         """Fill with U(−bound, bound)."""
@@ -66,4 +72,4 @@ class Draws:
         """Fill a (blocks · r, dim) matrix with ``blocks`` semi-orthogonal (r, dim) matrices, one per head."""
         generator = self.generator(name)
         for block in parameter.chunk(blocks):
-            block.copy_(torch.nn.init.orthogonal_(torch.empty(block.shape, dtype=torch.float32), generator=generator))
+            block.copy_(nn.init.orthogonal_(torch.empty(block.shape, dtype=torch.float32), generator=generator))

@@ -47,10 +47,10 @@ class KoopmanMLP(nn.Module):
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw the weights as in a SwiGLU; set σ(a) = 0.95 and spread the angles over the circle."""
-        draws.normal_(self.lift.weight, "lift.weight")
+        draws.linear_(self.lift, "lift")
         if self.gate is not None:
-            draws.normal_(self.gate.weight, "gate.weight")
-        draws.normal_(self.read.weight, "read.weight", output=True)
+            draws.linear_(self.gate, "gate")
+        draws.linear_(self.read, "read", output=True)
         nn.init.constant_(self.modulus, 3.0)
         draws.uniform_(self.angle, "angle", math.pi)
 

@@ -83,10 +83,8 @@ class Mamba2(TokenMixer):
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights: Δ log-uniform in [0.001, 0.1], A in [1, 16], D = 1."""
-        for name, linear in (("input", self.input), ("output", self.output)):
-            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        draws.linear_(self.input, "input")
+        draws.linear_(self.output, "output", output=True)
         self.convolution.reset_parameters(draws.child("convolution"))
         draw_steps_(self.step_bias, draws)
         draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)

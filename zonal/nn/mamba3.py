@@ -91,8 +91,8 @@ class Mamba3(TokenMixer):
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights: Δ log-uniform in [0.001, 0.1]; D and the biases of B and C are 1."""
-        draws.normal_(self.input.weight, "input.weight")
-        draws.normal_(self.output.weight, "output.weight", output=True)
+        draws.linear_(self.input, "input")
+        draws.linear_(self.output, "output", output=True)
         if self.convolution is not None:
             self.convolution.reset_parameters(draws.child("convolution"))
         draw_steps_(self.step_bias, draws)

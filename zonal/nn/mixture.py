@@ -77,9 +77,8 @@ class Mixture(TokenMixer):
         """Draw all weights. The parts start with nearly equal shares."""
         for index, part in enumerate(self._parts()):
             part.reset_parameters(draws.child(f"parts.{index}"))
-        for name, linear in (("gate_in", self.gate_in), ("gate_out", self.gate_out)):
-            draws.normal_(linear.weight, f"{name}.weight")
-            nn.init.zeros_(linear.bias)
+        draws.linear_(self.gate_in, "gate_in")
+        draws.linear_(self.gate_out, "gate_out")
 
     @property
     def chooses(self) -> bool:

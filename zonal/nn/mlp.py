@@ -30,9 +30,9 @@ class SwiGLU(nn.Module):
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
-        draws.normal_(self.gate.weight, "gate.weight")
-        draws.normal_(self.up.weight, "up.weight")
-        draws.normal_(self.down.weight, "down.weight", output=True)
+        draws.linear_(self.gate, "gate")
+        draws.linear_(self.up, "up")
+        draws.linear_(self.down, "down", output=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> (..., dim)."""
