@@ -6,6 +6,7 @@ and dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -137,132 +138,129 @@ class _Tile(NamedTuple):
         return x if self.forbidden is None else x.masked_fill_(self.forbidden, 0)
 
 
-def _score(parts: Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
-    """S (B, H, t, s) for q (B, H, t, D), k (B, Hkv, s, D)."""
-    if not parts.score.bilinear:
-        score = parts.score.pair(q, _expanded(k, parts.groups))
-    else:
-        q, shape = _grouped(q, parts.groups), (*q.shape[:3], k.shape[2])
-        score = scratch.take("score", shape)
-        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=score.view(-1, q.shape[2], k.shape[2]))
-    # what a cosine exceeds its bound by is rounding, and does a polynomial no harm
-    domain, bound = parts.link.domain, parts.score.bound
-    if domain is None or (
-        parts.link.degree is not None and bound is not None and -bound >= domain[0] and bound <= domain[1]
-    ):
-        return score
-    return score.clamp_(*domain)
+class _Tiles(NamedTuple):
+    """The tiles of a few sequences: what they are made from, how many queries and keys one has, and their buffers.
 
+    q (b, H, T, D), k (b, Hkv, S, D); c: the coefficients of the link.
+    """
 
-def _tile(
-    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: KeyRange,
-    scratch: _Scratch, least: Tensor | None = None,
-) -> _Tile:  # fmt: skip
-    """least: what the rows' entries of K (or log K) may not be below, (B, H, t, 1)."""
-    score = _score(parts, q, k, scratch)
-    seen = parts.visibility
-    prior = bias.tile(*span, seen.position, score.dtype)
-    free = seen.key_mask is None and rows.all_see(*span[2:])
-    diagonal = (
-        None
-        if free or parts.log or parts.top or prior is not None or seen.key_mask is not None
-        else rows.diagonal(span[2])
-    )
-    mask = None if free or diagonal is not None else seen.tile(*span, score.device)
-    forbidden = None if mask is None else ~mask
-    if prior is not None and forbidden is not None:
-        prior = prior.masked_fill(forbidden, 0)
-    if parts.log:
-        # a bilinear score's gradient does without the score
-        kernel = score if parts.score.bilinear else scratch.take("kernel", tuple(score.shape)).copy_(score)
-        kernel = kernel if prior is None else kernel.add_(prior)
-        if forbidden is not None:
-            kernel.masked_fill_(forbidden, float("-inf"))
-        return _Tile(
-            score,
-            None,
-            kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")),
-            forbidden,
-            None,
+    parts: Parts
+    bias: Bias
+    q: Tensor
+    k: Tensor
+    c: Tensor
+    block: tuple[int, int]
+    scratch: _Scratch
+
+    def queries(self) -> Iterator[tuple[int, int, KeyRange]]:
+        """From and to which query a row of tiles goes, and which keys its queries see."""
+        for t0 in range(0, self.q.shape[2], self.block[0]):
+            t1 = min(t0 + self.block[0], self.q.shape[2])
+            yield t0, t1, self.parts.visibility.rows(t0, t1)
+
+    def keys(self, rows: KeyRange) -> Iterator[tuple[int, int]]:
+        """From and to which key each tile of a row goes."""
+        for s0 in range(rows.first, rows.last, self.block[1]):
+            yield s0, min(s0 + self.block[1], rows.last)
+
+    def tile(self, span: tuple[int, int, int, int], rows: KeyRange, least: Tensor | None = None) -> _Tile:
+        """The tile of queries [t0, t1) and keys [s0, s1), for span = (t0, t1, s0, s1).
+
+        least: what the rows' entries of K (or log K) may not be below, (b, H, t, 1).
+        """
+        parts, scratch = self.parts, self.scratch
+        score = self._score(self.q[:, :, slice(*span[:2])], self.k[:, :, slice(*span[2:])])
+        seen = parts.visibility
+        prior = self.bias.tile(*span, seen.position, score.dtype)
+        free = seen.key_mask is None and rows.all_see(*span[2:])
+        diagonal = (
+            None
+            if free or parts.log or parts.top or prior is not None or seen.key_mask is not None
+            else rows.diagonal(span[2])
         )
-    out = scratch.take("kernel", tuple(score.shape))
-    kernel = parts.link.value_into(score, c, out)
-    if kernel is score and (prior is not None or not free or least is not None):
-        kernel = out.copy_(score)
-    if prior is not None:
-        prior = prior.exp()
-        kernel.mul_(prior)
-    tile = _Tile(score, prior, kernel, forbidden, diagonal)
-    tile.cut_(kernel)
-    if least is None:
+        mask = None if free or diagonal is not None else seen.tile(*span, score.device)
+        forbidden = None if mask is None else ~mask
+        if prior is not None and forbidden is not None:
+            prior = prior.masked_fill(forbidden, 0)
+        if parts.log:
+            # a bilinear score's gradient does without the score
+            kernel = score if parts.score.bilinear else scratch.take("kernel", tuple(score.shape)).copy_(score)
+            kernel = kernel if prior is None else kernel.add_(prior)
+            if forbidden is not None:
+                kernel.masked_fill_(forbidden, float("-inf"))
+            return _Tile(
+                score,
+                None,
+                kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")),
+                forbidden,
+                None,
+            )
+        out = scratch.take("kernel", tuple(score.shape))
+        kernel = parts.link.value_into(score, self.c, out)
+        if kernel is score and (prior is not None or not free or least is not None):
+            kernel = out.copy_(score)
+        if prior is not None:
+            prior = prior.exp()
+            kernel.mul_(prior)
+        tile = _Tile(score, prior, kernel, forbidden, diagonal)
+        tile.cut_(kernel)
+        if least is None:
+            return tile
+        below = kernel < least
+        tile = tile._replace(forbidden=below if forbidden is None else below.logical_or_(forbidden))
+        tile.cut_(kernel)
         return tile
-    below = kernel < least
-    tile = tile._replace(forbidden=below if forbidden is None else below.logical_or_(forbidden))
-    tile.cut_(kernel)
-    return tile
+
+    def _score(self, q: Tensor, k: Tensor) -> Tensor:
+        """S (b, H, t, s) for q (b, H, t, D), k (b, Hkv, s, D)."""
+        parts = self.parts
+        if not parts.score.bilinear:
+            score = parts.score.pair(q, _expanded(k, parts.groups))
+        else:
+            q, shape = _grouped(q, parts.groups), (*q.shape[:3], k.shape[2])
+            score = self.scratch.take("score", shape)
+            torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=score.view(-1, q.shape[2], k.shape[2]))
+        # what a cosine exceeds its bound by is rounding, and does a polynomial no harm
+        domain, bound = parts.link.domain, parts.score.bound
+        if domain is None or (
+            parts.link.degree is not None and bound is not None and -bound >= domain[0] and bound <= domain[1]
+        ):
+            return score
+        return score.clamp_(*domain)
+
+    def least(self, t0: int, t1: int, rows: KeyRange) -> Tensor | None:
+        """The least entry that each of the rows [t0, t1) keeps, (b, H, t, 1); None for an anchor that keeps all."""
+        if self.parts.top is None:
+            return None
+        whole = self.scratch.take("rows", (*self.q.shape[:2], t1 - t0, rows.last - rows.first))
+        for s0, s1 in self.keys(rows):
+            whole[..., s0 - rows.first : s1 - rows.first] = self.tile((t0, t1, s0, s1), rows).kernel
+        return self.parts.top.least(whole)
 
 
-def _least(
-    parts: Parts,
-    q: Tensor,
-    k: Tensor,
-    c: Tensor,
-    bias: Bias,
-    span: tuple[int, int],
-    rows: KeyRange,
-    block: int,
-    scratch: _Scratch,
-) -> Tensor | None:
-    """The least entry that each of the rows [t0, t1) keeps, (b, H, t, 1); None for an anchor that keeps all."""
-    if parts.top is None:
-        return None
-    whole = scratch.take("rows", (*q.shape[:3], rows.last - rows.first))
-    for s0 in range(rows.first, rows.last, block):
-        s1 = min(s0 + block, rows.last)
-        whole[..., s0 - rows.first : s1 - rows.first] = _tile(
-            parts, q, k[:, :, s0:s1], c, bias, (*span, s0, s1), rows, scratch
-        ).kernel
-    return parts.top.least(whole)
+def _sequences(parts: Parts, bias: Bias, q: Tensor, k: Tensor, c: Tensor) -> Iterator[tuple[slice, _Tiles]]:
+    """The tiles of all sequences, of as many at once as one tile may have."""
+    sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
+    for b in range(0, q.shape[0], sequences):
+        span, mask = slice(b, b + sequences), parts.visibility.key_mask
+        row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
+        seen = replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])
+        some = parts._replace(visibility=seen)
+        yield span, _Tiles(some, Bias(row, col, bias.slope), q[span], k[span], c, (block[0], block[1]), _Scratch(q))
 
 
-def _sequences(parts: Parts, bias: Bias, span: slice) -> tuple[Parts, Bias]:
-    """Masks and biases of some sequences of the batch."""
-    mask = parts.visibility.key_mask
-    row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
-    return parts._replace(
-        visibility=replace(
-            parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span]
-        )
-    ), Bias(row, col, bias.slope)
-
-
-def _forward(
-    parts: Parts,
-    bias: Bias,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c: Tensor,
-    y: Tensor,
-    factor: Tensor,
-    least: Tensor,
-    block: tuple[int, int],
-) -> None:
+def _forward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, least: Tensor) -> None:
     """Fill y (b, H, T, P), the row factors (b, H, T, 1) and, where some keys are left out, the least that is kept."""
-    batch, heads, queries, _ = q.shape
-    groups, scratch = parts.groups, _Scratch(q)
-    online = parts.log and parts.anchor.normalises
-    count = parts.visibility.count(q.device)[..., None]
-    for t0 in range(0, queries, block[0]):
-        t1 = min(t0 + block[0], queries)
-        state = parts.anchor.init((batch, heads // groups, groups * (t1 - t0)), v.shape[3], q)
-        rows = parts.visibility.rows(t0, t1)
-        kept = _least(parts, q[:, :, t0:t1], k, c, bias, (t0, t1), rows, block[1], scratch)
+    parts, (batch, heads, _, _) = tiles.parts, tiles.q.shape
+    groups, online = parts.groups, parts.log and parts.anchor.normalises
+    count = parts.visibility.count(v.device)[..., None]
+    for t0, t1, rows in tiles.queries():
+        state = parts.anchor.init((batch, heads // groups, groups * (t1 - t0)), v.shape[3], tiles.q)
+        kept = tiles.least(t0, t1, rows)
         if kept is not None:
             least[:, :, t0:t1] = kept
-        for s0 in range(rows.first, rows.last, block[1]):
-            s1 = min(s0 + block[1], rows.last)
-            tile = _tile(parts, q[:, :, t0:t1], k[:, :, s0:s1], c, bias, (t0, t1, s0, s1), rows, scratch, kept)
+        for s0, s1 in tiles.keys(rows):
+            tile = tiles.tile((t0, t1, s0, s1), rows, kept)
             kernel = tile.kernel.exp_() if parts.log and not online else tile.kernel
             state = parts.anchor.absorb(state, _grouped(kernel, groups), v[:, :, s0:s1], online)
         done = parts.anchor.finalise(state, count[:, :, t0:t1].repeat(1, 1, groups, 1), online)
@@ -286,28 +284,24 @@ class Gradients(NamedTuple):
     col: Tensor | None
 
 
-def _backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], out: Gradients, block: tuple[int, int]) -> None:
-    """Add the gradients of some sequences to ``out``."""
-    q, k, v, c, y, factor, dy, least = tensors
-    groups, scratch = parts.groups, _Scratch(q)
-    online = parts.log and parts.anchor.normalises
-    batch, heads, queries, _ = q.shape
+def _backward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, dy: Tensor, least: Tensor, out: Gradients) -> None:
+    """Add the gradients of a few sequences to ``out``."""
+    parts, _, q, k, c, _, scratch = tiles
+    groups, online = parts.groups, parts.log and parts.anchor.normalises
+    batch, heads, _, _ = q.shape
     shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
     if not online:  # the row's factor goes with dy, which is narrower than a tile
         dy = dy * factor
         shared = None if shared is None else shared * factor
     dk_all, dv_all = out.k.flatten(0, 1), out.v.flatten(0, 1)
-    for t0 in range(0, queries, block[0]):
-        t1 = min(t0 + block[0], queries)
-        rows = parts.visibility.rows(t0, t1)
+    for t0, t1, rows in tiles.queries():
         q_row, factor_row, kept = q[:, :, t0:t1], factor[:, :, t0:t1], None if parts.top is None else least[:, :, t0:t1]
         # rows of one matrix a key head
         q_flat, dy_flat = (_grouped(x[:, :, t0:t1], groups).flatten(0, 1) for x in (q, dy))
         dq_flat = torch.zeros_like(q_flat)
-        for s0 in range(rows.first, rows.last, block[1]):
-            s1 = min(s0 + block[1], rows.last)
+        for s0, s1 in tiles.keys(rows):
             k_tile, v_tile = k[:, :, s0:s1], v[:, :, s0:s1]
-            tile = _tile(parts, q_row, k_tile, c, bias, (t0, t1, s0, s1), rows, scratch, kept)
+            tile = tiles.tile((t0, t1, s0, s1), rows, kept)
             shape, flat = (batch, heads, t1 - t0, s1 - s0), (-1, groups * (t1 - t0), s1 - s0)
             kernel = tile.kernel.sub_(factor_row).exp_() if online else tile.kernel.exp_() if parts.log else tile.kernel
             _add_product(dv_all[:, s0:s1], kernel.reshape(flat).mT, dy_flat, scratch)
@@ -344,30 +338,25 @@ def run_forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Te
     batch, heads, queries, _ = q.shape
     y, factor = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, 1)
     least = q.new_empty(batch, heads, queries if parts.top else 0, 1)
-    sequences, *block = blocks(heads, queries, k.shape[2], parts.top is not None)
-    for b in range(0, batch, sequences):
-        span = slice(b, b + sequences)
-        some, part = _sequences(parts, bias, span)
-        _forward(some, part, q[span], k[span], v[span], c, y[span], factor[span], least[span], (block[0], block[1]))
+    for span, tiles in _sequences(parts, bias, q, k, c):
+        _forward(tiles, v[span], y[span], factor[span], least[span])
     return y, factor, least
 
 
 def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> Gradients:
     """The gradients of q, k, v, and if wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
-    q, k, v, c, _, _, _, _ = tensors
+    q, k, v, c, *kept = tensors
     dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dc = torch.zeros_like(c, dtype=torch.float64) if wanted[0] else None
     drow, dcol = (
         torch.zeros_like(x) if asked and x is not None else None
         for x, asked in ((bias.row, wanted[1]), (bias.col, wanted[2]))
     )
-    sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
-    for b in range(0, q.shape[0], sequences):
-        span = slice(b, b + sequences)
-        some, part = _sequences(parts, bias, span)
+    for span, tiles in _sequences(parts, bias, q, k, c):
         views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
         out = Gradients(dq[span], dk[span], dv[span], dc, *views)
-        _backward(some, part, tuple(x if x is c else x[span] for x in tensors), out, (block[0], block[1]))
+        y, factor, dy, least = (x[span] for x in kept)
+        _backward(tiles, v[span], y, factor, dy, least, out)
     return Gradients(dq, dk, dv, dc, drow, dcol)
 
 
