@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import BoundedPlan, Count, Marginals, Plan, PlanAnchor, Raw, Row, TopK, UnbalancedPlan
-from zonal.algebra.anchor.plan import weighted
+from zonal.algebra.anchor.plan import sums_of, weighted
 from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError
@@ -80,13 +80,7 @@ class _PlanProbe(Probe):
 
     def observe(self, log_kernel: Tensor) -> Observed:
         block = log_kernel.double()[:, None]
-
-        def rows(a: Tensor, b: Tensor) -> Tensor:
-            return (block + a[..., None] + b[..., None, :]).logsumexp(-1)
-
-        def columns(a: Tensor, b: Tensor) -> Tensor:
-            return (block + a[..., None] + b[..., None, :]).logsumexp(-2)
-
+        rows, columns = sums_of(block)
         at = self.anchor.potentials(self.marginals, rows, columns)
         left = self.anchor.query_stepped(self.marginals, rows, at.query, at.key).potential[:, 0]
         right = weighted(self.marginals.key, at.key)[:, 0]

@@ -125,13 +125,7 @@ class PlanAnchor(Anchor, abstract=True):
         assert blocks.marginals is not None
         marginals = blocks.marginals
         log_kernel = torch.where(blocks.qk == float("-inf"), ABSENT, blocks.qk)
-
-        def rows(a: Tensor, b: Tensor) -> Tensor:
-            return (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-1)
-
-        def columns(a: Tensor, b: Tensor) -> Tensor:
-            return (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-2)
-
+        rows, columns = sums_of(log_kernel)
         if self.gradient == "unrolled":
             at = self.potentials(marginals, rows, columns)
             f, g = self.query_stepped(marginals, rows, at.query, at.key).potential, at.key
@@ -158,12 +152,12 @@ class PlanAnchor(Anchor, abstract=True):
     def query_stepped(self, marginals: Marginals, rows: Sums, f: Tensor, g: Tensor) -> Step:
         """The update of the potential of queries, from both potentials."""
         a, b = weighted(marginals.query, f), weighted(marginals.key, g)
-        return _stepped(self.query_step, rows(a, b) - a, marginals.query)
+        return stepped(self.query_step, rows(a, b) - a, marginals.query)
 
     def key_stepped(self, marginals: Marginals, columns: Sums, f: Tensor, g: Tensor) -> Step:
         """The update of the potential of keys, from both potentials."""
         a, b = weighted(marginals.query, f), weighted(marginals.key, g)
-        return _stepped(self.key_step, columns(a, b) - b, marginals.key)
+        return stepped(self.key_step, columns(a, b) - b, marginals.key)
 
     def potentials(self, marginals: Marginals, rows: Sums, columns: Sums) -> Potentials:
         """Alternate both rules until the potentials converge.
@@ -249,7 +243,15 @@ _Iterated = Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials]
 _iterated: _Iterated = untraced(PlanAnchor._iterated)
 
 
-def _stepped(rule: Callable[[Tensor, Tensor], Step], met: Tensor, mass: Tensor) -> Step:
+def sums_of(log_kernel: Tensor) -> tuple[Sums, Sums]:
+    """The sums of rows and of columns of whole plans, (B, H, T) and (B, H, S), for log K (B, H, T, S)."""
+    return (
+        lambda a, b: (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-1),
+        lambda a, b: (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-2),
+    )
+
+
+def stepped(rule: Callable[[Tensor, Tensor], Step], met: Tensor, mass: Tensor) -> Step:
     """What a rule gives for tokens of log masses ``mass``; 0 for those that are absent."""
     here = present(mass)
     step = rule(torch.where(here, met, 0), torch.where(here, mass, 0))
@@ -425,4 +427,7 @@ class BoundedPlan(PlanAnchor):
         )
 
 
-__all__ = ["ABSENT", "BoundedPlan", "Plan", "PlanAnchor", "Step", "UnbalancedPlan", "present", "weighted"]
+__all__ = [
+    "ABSENT", "BoundedPlan", "Plan", "PlanAnchor", "Step", "UnbalancedPlan", "present", "stepped", "sums_of",
+    "weighted",
+]  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Marginals, PlanAnchor, Potentials, Row
-from zonal.algebra.anchor.plan import ABSENT, present, weighted
+from zonal.algebra.anchor.plan import ABSENT, present, stepped, weighted
 from zonal.algebra.named import operator_of
 from zonal.algebra.prior import Bias, Intervals, Visibility
 from zonal.algebra.score import Score
@@ -306,9 +306,7 @@ class _Transport(torch.autograd.Function):
         a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
         y, log_m = passes.rows(a, b + col, v)
         there = present(log_mu)
-        f = torch.where(
-            there, anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).potential, 0
-        )  # once more: rows are exact
+        f = stepped(anchor.query_step, log_m - a, log_mu).potential  # once more: rows are exact
         log_m = torch.where(there, log_m - at.query + f, ABSENT)
         weights = torch.where(there, (log_m - log_mu).exp(), 0)
         anchor.require_finite(weights)
@@ -336,9 +334,8 @@ class _Transport(torch.autograd.Function):
         n = torch.where(present(log_nu), log_n.exp(), 0)
         dv = n[..., None] * mean
         r, c = (dy * y).sum(-1), (dv * v).sum(-1)
-        takes = present(log_nu)
-        slope_m = anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).slope
-        slope_n = anchor.key_step(torch.where(takes, log_n - b, 0), torch.where(takes, log_nu, 0)).slope
+        slope_m = stepped(anchor.query_step, log_m - a, log_mu).slope
+        slope_n = stepped(anchor.key_step, log_n - b, log_nu).slope
 
         def across(x: Tensor) -> Tensor:
             return torch.where(there, passes.rows(a, b + col, x[..., None])[0].squeeze(-1), 0)
