@@ -156,8 +156,7 @@ class Buckets:
         if split is not None:
             raise ArgumentError(
                 f"factor: bucket {split} of this carrier has records that the other one keeps apart, so that no map "
-                "leads from this one to the other. "
-                "Ask the finer of two carriers for its map onto the coarser."
+                "leads from this one to the other. Ask the finer of two carriers for its map onto the coarser."
             )
         return Factor(to, coarser.size)
 

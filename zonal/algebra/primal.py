@@ -16,9 +16,8 @@ def factorised(matrix: Tensor, who: str) -> Tensor:
     lower, info = torch.linalg.cholesky_ex(matrix)
     require_values(
         (info == 0).all(),
-        f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
-        "Raise the ridge, use float64, choose a positive definite kernel, or, with a decay, let the past decay more "
-        "slowly.",
+        f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). Raise the ridge, use "
+        "float64, choose a positive definite kernel, or, with a decay, let the past decay more slowly.",
         NonFiniteError,
     )
     return lower

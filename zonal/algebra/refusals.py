@@ -8,10 +8,9 @@ from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Cosine, NegativeDistance, Score
 
 LEAK = (
-    "leaks the future: what a key may still receive depends on later queries, and so does what earlier queries "
-    "get (with equal masses the first query can only fill the first key, the second query the second key, and so "
-    "on: the plan is the identity). "
-    "Leave it out, or use anchor.Row()"
+    "leaks the future: what a key may still receive depends on later queries, and so does what earlier queries get "
+    "(with equal masses the first query can only fill the first key, the second query the second key, and so on: the "
+    "plan is the identity). Leave it out, or use anchor.Row()"
 )
 """The end of messages on causal masks with anchors that couple all queries."""
 

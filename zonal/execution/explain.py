@@ -391,9 +391,8 @@ class Plan:
             )
             if call.recorded and not self.explanation.shape.gradients:
                 raise ArgumentError(
-                    "plan: gradients may be asked for, and the plan was made without them. "
-                    "Call it inside torch.no_grad(), "
-                    "or make the plan with gradients=True."
+                    "plan: gradients may be asked for, and the plan was made without them. Call it inside "
+                    "torch.no_grad(), or make the plan with gradients=True."
                 )
             if call.empty:
                 return choose(call, "dense").routes[0].run(call)[0]
@@ -428,10 +427,9 @@ class Plan:
         for name, x, shape in zip("qkv", (q, k, v), self.shapes, strict=True):
             if x.shape != shape or x.dtype != self.dtype or x.device.type != device.type:
                 raise ArgumentError(
-                    f"plan: {name} must be {self.dtype} of shape {tuple(shape)} on {device}, "
-                    f"received {x.dtype} of shape "
-                    f"{tuple(x.shape)} on {x.device}. Make another plan for it, or call zonal.attention, "
-                    "which plans each call."
+                    f"plan: {name} must be {self.dtype} of shape {tuple(shape)} on {device}, received {x.dtype} of "
+                    f"shape {tuple(x.shape)} on {x.device}. Make another plan for it, or call zonal.attention, which "
+                    "plans each call."
                 )
         if (mask is not None) != self.explanation.shape.padded:
             made, came = ("with", "none") if self.explanation.shape.padded else ("without", "one")

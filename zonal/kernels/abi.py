@@ -206,9 +206,8 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strid
         return x.data_ptr()
     raise TypeError(
         f"kernel: a buffer must be {dtype} of shape {tuple(shape)} on the CPU and "
-        f"{'contiguous in its last axis' if strided else 'contiguous'}, "
-        f"received {x.dtype} of shape {tuple(x.shape)} on {x.device} with strides {x.stride()}"
-        f"{' and the negative bit' if x.is_neg() else ''}."
+        f"{'contiguous in its last axis' if strided else 'contiguous'}, received {x.dtype} of shape {tuple(x.shape)} "
+        f"on {x.device} with strides {x.stride()}{' and the negative bit' if x.is_neg() else ''}."
     )
 
 

@@ -47,9 +47,8 @@ def check_tokens(
             )
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
         raise ArgumentError(
-            f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with "
-            "True for real tokens, "
-            f"received {mask.dtype} of shape {tuple(mask.shape)}."
+            f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with True for "
+            f"real tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
         )
     check_biases("Memory.absorb", (form.batch, form.heads, n), log_decay, key_bias)
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):

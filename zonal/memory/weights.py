@@ -45,9 +45,8 @@ def check_weights(
         return
     if action_mask.dtype != torch.bool or tuple(action_mask.shape) != (batch, tokens):
         raise ArgumentError(
-            f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens "
-            "that are stored, "
-            f"received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
+            f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens that "
+            f"are stored, received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
         )
     if not whole or tokens < 2:
         return

@@ -212,9 +212,8 @@ class LayerMemory:
             )
         if self.carried and self.memory.count and other.memory.count:
             raise ArgumentError(
-                f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which "
-                "texts that were read apart do not have in common. "
-                "Read the second text from the first one's memory."
+                f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which texts that "
+                "were read apart do not have in common. Read the second text from the first one's memory."
             )
         memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
         last = other if other.memory.count else self

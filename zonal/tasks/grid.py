@@ -86,9 +86,8 @@ class Retrieval(Drawn[Shape]):
             )
         if min(self.test_examples, self.transfer_examples) < 1 or self.seed < 0:
             raise ArgumentError(
-                "Retrieval: at least 1 example of a shape and a seed of at least 0 are required, "
-                f"got test_examples={self.test_examples}, transfer_examples={self.transfer_examples}, "
-                f"seed={self.seed}."
+                "Retrieval: at least 1 example of a shape and a seed of at least 0 are required, got "
+                f"test_examples={self.test_examples}, transfer_examples={self.transfer_examples}, seed={self.seed}."
             )
         self.test_shapes = self.stages[-1].shapes if self.test_shapes is None else tuple(self.test_shapes)
         self.transfer_shapes = tuple(self.transfer_shapes)

@@ -121,9 +121,8 @@ class Text(Task):
             if count < needed:
                 raise FileFormatError(
                     f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} "
-                    f"{self.tokenizer.name} tokens, one sequence of "
-                    f"length {self.length} takes {needed}. Give about {enough} tokens of text or more, "
-                    "or a smaller length."
+                    f"{self.tokenizer.name} tokens, one sequence of length {self.length} takes {needed}. Give about "
+                    f"{enough} tokens of text or more, or a smaller length."
                 )
 
     def _count_windows(self) -> int:

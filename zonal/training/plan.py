@@ -147,9 +147,8 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
         runs = len(spec.operators) * spec.runs_each
         raise ArgumentError(
             f"compare: a budget of {spec.budget_seconds:g} s is too small for {least} updates in each of {runs} runs; "
-            f"about {math.ceil(needed)} s "
-            "are needed. Give more time, or fewer seeds, learning rates or operators, a smaller batch, "
-            "or a smaller model."
+            f"about {math.ceil(needed)} s are needed. Give more time, or fewer seeds, learning rates or operators, a "
+            "smaller batch, or a smaller model."
         )
     low, high = least, most
     while low < high:

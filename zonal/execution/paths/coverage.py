@@ -35,8 +35,7 @@ class Coverage:
     def __str__(self) -> str:
         return (
             f"recall {self.recall:.3f} of the exact largest, {self.mass:.3f} of the attention mass (the exact ones "
-            f"have {self.exact_mass:.3f}), "
-            f"{self.met:.0f} of {self.seen:.0f} keys met, means of {self.rows} rows"
+            f"have {self.exact_mass:.3f}), {self.met:.0f} of {self.seen:.0f} keys met, means of {self.rows} rows"
         )
 
 
