@@ -71,10 +71,7 @@ class OneProcess:
         count as memory of the run that happens to come first.
         """
         device = next(model.parameters()).device
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            autocast(device, config.dtype),
-        ):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast(device, config.dtype):
             loss, count = model.loss(batch.tokens[:1].to(device), batch.targets[:1].to(device))
         (loss / max(1, int(count))).backward()
         model.zero_grad(set_to_none=True)

@@ -2,18 +2,7 @@
 solve, one for plans, one for hierarchies, one for a window with sums of what is before it.
 """
 
-from zonal.algebra.anchor.base import (
-    Anchor,
-    Blocks,
-    Count,
-    Marginals,
-    Potentials,
-    Raw,
-    Row,
-    State,
-    SumAnchor,
-    TopK,
-)
+from zonal.algebra.anchor.base import Anchor, Blocks, Count, Marginals, Potentials, Raw, Row, State, SumAnchor, TopK
 from zonal.algebra.anchor.hierarchy import Hierarchical
 from zonal.algebra.anchor.local_global import LocalGlobal
 from zonal.algebra.anchor.plan import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan

@@ -132,11 +132,4 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
     return memory.lookup(q, call.bound), memory.extended(token)
 
 
-__all__ = [
-    "Steps",
-    "by_kernel",
-    "by_torch",
-    "compiled_steps",
-    "first_step",
-    "refusal",
-]
+__all__ = ["Steps", "by_kernel", "by_torch", "compiled_steps", "first_step", "refusal"]
