@@ -18,7 +18,7 @@ import torch
 
 from zonal.errors import ArgumentError
 from zonal.evaluation.metrics import Accumulator, accumulate
-from zonal.models import language_model
+from zonal.models import LanguageModel, language_model
 from zonal.tasks.task import Examinee
 from zonal.training.config import TrainConfig
 from zonal.training.environment import deterministic
@@ -85,35 +85,38 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
             optimiser.step()
             updates.append(time.perf_counter() - started)
         model.eval()
-        total = Accumulator()
-        batches: list[float] = []
-        tokens: list[int] = []
-        started = time.perf_counter()
-        making = 0.0
         with torch.no_grad(), autocast(device, config.dtype):
-            count = 0
-            for batch in spec.task.evaluation_batches(config.evaluation_batch_size):
-                making += time.perf_counter() - started
-                count += 1
-                if count <= _MEASURED_BATCHES:
-                    if should_stop():
-                        return None
-                    started = time.perf_counter()
-                    accumulate(model, batch, total, device)
-                    batches.append(time.perf_counter() - started)
-                    tokens.append(batch.tokens.numel())
-                started = time.perf_counter()
-            # what a finished run is measured on is long; its time is taken from its tokens
+            found = _evaluated(model, spec, should_stop)
+    return None if found is None else Timing(median(updates[1:]), found[0], overhead, found[1])
+
+
+def _evaluated(
+    model: LanguageModel, spec: ComparisonSpec, should_stop: Callable[[], bool]
+) -> tuple[float, float] | None:
+    """Seconds of a whole evaluation, and of the measurement at the end of a run. None if a stop was requested."""
+    size, device, total = spec.training.evaluation_batch_size, torch.device(spec.device), Accumulator()
+    batches: list[float] = []
+    making, tokens, count = 0.0, 0, 0
+    started = time.perf_counter()
+    for count, batch in enumerate(spec.task.evaluation_batches(size), start=1):
+        making += time.perf_counter() - started
+        if count <= _MEASURED_BATCHES:
+            if should_stop():
+                return None
             started = time.perf_counter()
-            transferred = sum(
-                batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size)
-            )
-            end = time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
-            # an examination has about as many batches as an evaluation; one is enough to know what they take
-            started = time.perf_counter()
-            if next(iter(spec.task.examine(cast(Examinee, model), config.evaluation_batch_size)), None) is not None:
-                end += (time.perf_counter() - started) * count
-    return Timing(median(updates[1:]), making + count * median(batches), overhead, end)
+            accumulate(model, batch, total, device)
+            batches.append(time.perf_counter() - started)
+            tokens += batch.tokens.numel()
+        started = time.perf_counter()
+    # what a finished run is measured on is long; its time is taken from its tokens
+    started = time.perf_counter()
+    transferred = sum(batch.tokens.numel() for batch in spec.task.transfer_batches(size))
+    end = time.perf_counter() - started + transferred * sum(batches) / tokens
+    # an examination has about as many batches as an evaluation; one is enough to know what they take
+    started = time.perf_counter()
+    if next(iter(spec.task.examine(cast(Examinee, model), size)), None) is not None:
+        end += (time.perf_counter() - started) * count
+    return making + count * median(batches), end
 
 
 def evaluations(config: TrainConfig, steps: int) -> int:
