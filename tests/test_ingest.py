@@ -462,7 +462,7 @@ def test_commands(notes, tmp_path, capsys, monkeypatch):
         (["ingest"], "a folder and --out were required"),
         (["ask", out], "a memory and a question were required"),
         (["ingest", str(notes), "--out", out, "--workers", "many"], "a number from 1 to 1024, or ray"),
-        (["ask", str(notes), "why"], "archive.json does not exist"),
+        (["ask", str(notes), "why"], "holds no archive (no archive.json). Give the folder that `zonal ingest` wrote"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

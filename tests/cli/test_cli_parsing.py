@@ -70,6 +70,8 @@ def test_seeds(text, seeds):
 def test_broken_seeds(text):
     with pytest.raises(ArgumentError, match="--seeds"):
         parse.seeds(text)
+    with pytest.raises(ArgumentError, match="such as '0,' for seed 0 alone"):
+        parse.seeds("0")
 
 
 def test_learning_rates_and_shapes():

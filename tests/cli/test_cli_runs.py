@@ -154,9 +154,10 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare --resume nowhere", "nowhere holds no comparison"),
         (
             "compare --resume there --seeds 5 --steps 9 --jobs 2",
-            "goes on with the settings in there, so --steps, --seeds would change nothing",
+            "goes on with the settings in there, so --seeds, --steps would change nothing",
         ),
         ("compare --resume there --preset echo-mqar", "so --preset would change nothing. Leave it out"),
+        ("compare --resume there --seeds 1", "so --seeds would change nothing"),
         ("compare --task mqar-demo --device gpu", "'gpu' is not a device; use 'cpu'"),
         ("compare --task mqar-demo --device cuda:99", "'cuda:99' is not available"),
         ("compare --task mqar-demo --dim 30 --heads 4", "dim"),

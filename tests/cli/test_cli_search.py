@@ -137,6 +137,7 @@ def test_every_kind_of_move_is_on_by_default():
         (f"search {SMALL} --operator 'rewa(parts=(3,3,3))' --qk-dim 8", "the start is no model"),
         ("search --resume nowhere", "holds no search"),
         ("search --resume there --rounds 9", "so --rounds would change nothing. Leave it out"),
+        ("search --resume there --seeds=2", "so --seeds would change nothing"),
         (f"search {SMALL} --rule always", "invalid choice"),
     ],
 )

@@ -224,10 +224,10 @@ def test_folders_that_are_none(tmp_path):
     ("changes", "message"),
     [
         ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax()")}, "must not repeat"),
-        ({"operators": ("softmx",)}, "Did you mean"),
+        ({"operators": ("softmx",)}, "Did you mean"), ({"operators": ("ska", "ska(power=1)")}, "the same model as"),
         ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"),
         ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),
-        ({"labels": ("one",)}, "labels"),
+        ({"labels": ("one",)}, "labels"), ({"operators": ("sq", "squared_affine")}, "the same model as"),
         ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not available"),
         ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
     ],

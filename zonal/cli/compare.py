@@ -190,9 +190,8 @@ def execute(
 def run(options: Compare, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.resume is not None:
-        # a preset sets many options, of which the user wrote only its name
-        plain = Compare() if options.preset is None else dataclasses.replace(options, preset=None)
-        refuse_settings("compare", options.resume, options, plain, "retry_failed", "jobs", "workers", "threads")
+        kept = ("--retry-failed", "--no-retry-failed", "--jobs", "--workers", "--threads")
+        refuse_settings("compare", options.resume, command, *kept)
         comparison = Comparison.open(options.resume)
     else:
         spec = specification(options, command)

@@ -37,11 +37,12 @@ def shown(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({default})")
 
 
-def refuse_settings(call: str, folder: Path, options: Any, plain: Any, *kept: str) -> None:
-    """Raises: ArgumentError where --resume comes with settings, which the folder has already: options that differ from
-    ``plain``, but for the fields ``kept``.
+def refuse_settings(call: str, folder: Path, command: str, *kept: str) -> None:
+    """Raises: ArgumentError where --resume comes with settings, which the folder has already: any option of the command
+    line but ``kept``, at its default or not.
     """
-    given = _changed(options, plain, "resume", *kept)
+    words = (word.partition("=")[0].replace("_", "-") for word in shlex.split(command) if word.startswith("--"))
+    given = [word for word in dict.fromkeys(words) if word not in ("--resume", *kept)]
     if given:
         raise ArgumentError(
             f"{call}: --resume goes on with the settings in {folder}, so {', '.join(given)} would change nothing. "
@@ -56,18 +57,6 @@ def refuse_threads(call: str, folder: Path, begun: int | None, asked: int | None
             f"{call}: --threads {asked} would change nothing: what is in {folder} was begun with {begun}, and sums "
             "depend on it. Leave --threads out, or choose another folder."
         )
-
-
-def _changed(options: Any, plain: Any, *kept: str) -> list[str]:
-    """The options, as they are written, that differ from ``plain``."""
-    found: list[str] = []
-    for field in dataclasses.fields(options):
-        given, default = getattr(options, field.name), getattr(plain, field.name)
-        if field.name in kept or given == default:
-            continue
-        nested = dataclasses.is_dataclass(given) and dataclasses.is_dataclass(default)
-        found += _changed(given, default) if nested else [f"--{field.name.replace('_', '-')}"]
-    return found
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,10 @@ def seeds(text: str) -> tuple[int, ...]:
             f"--seeds: {text!r} is neither a count such as 3 nor a list of seeds such as 0,1,2."
         ) from error
     if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
-        raise ArgumentError(f"--seeds: {text!r} must be a count of at least 1, or a list of seeds of at least 0.")
+        raise ArgumentError(
+            f"--seeds: {text!r} must be a count of at least 1, or a list of seeds of at least 0, such as '0,' for "
+            "seed 0 alone."
+        )
     if max(len(numbers), 0 if "," in text else numbers[0]) > _MOST or max(numbers) >= 2**63:
         raise ArgumentError(f"--seeds: at most {_MOST:,} seeds, each below 2**63, are possible, got {text!r}.")
     return tuple(range(numbers[0])) if "," not in text else tuple(numbers)

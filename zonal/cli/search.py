@@ -113,7 +113,7 @@ def run(options: SearchOptions, command: str) -> int:
     """Run the command; returns the exit code."""
     workers, threads = parsed("search: --workers", options.workers), options.threads
     if options.resume is not None:
-        refuse_settings("search", options.resume, options, SearchOptions(), "workers", "threads")
+        refuse_settings("search", options.resume, command, "--workers", "--threads")
         search = Search.open(options.resume)
         options = _asked(search)
     else:

@@ -180,6 +180,10 @@ class Archive:
 
 
 def _record(source: Path) -> dict[str, Any]:
+    if not (source / FILE).exists():
+        raise FileFormatError(
+            f"Archive.open: {source} holds no archive (no {FILE}). Give the folder that `zonal ingest` wrote."
+        )
     return store.read_record(source / FILE, _SCHEMA, "Archive.open", _ADVICE)
 
 

@@ -88,6 +88,14 @@ def canonical_layers(entry: str) -> tuple[str, ...]:
     return tuple(specs.written(layer) for layer in layer_list(entry))
 
 
+def declarations(layers: Sequence[str]) -> tuple[str, ...]:
+    """What the layers declare: alike for specs of one operator, such as ``ska`` and ``ska(power=1)``."""
+    return tuple(
+        mechanisms.declaration(mechanisms.resolve(layer)) if operators_in(layer) == (layer,) else specs.written(layer)
+        for layer in layers
+    )
+
+
 def is_list(text: str) -> bool:
     """Whether an entry among operators is a list of layers, such as ``"[mamba2*3, ska]"``."""
     return text.startswith("[") and text.endswith("]")
@@ -244,6 +252,7 @@ def _repeated(part: str) -> tuple[str, int]:
 __all__ = [
     "canonical_layers",
     "check",
+    "declarations",
     "entry_of",
     "is_list",
     "layer_list",

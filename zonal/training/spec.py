@@ -11,7 +11,7 @@ from typing import Any
 from zonal import tasks
 from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
-from zonal.models.layers import canonical_layers, entry_of, is_list, layer_list, layers_for
+from zonal.models.layers import canonical_layers, declarations, entry_of, is_list, layer_list, layers_for
 from zonal.report.published import Published
 from zonal.store import understood
 from zonal.training import curriculum
@@ -93,8 +93,17 @@ class ComparisonSpec:
                 raise ArgumentError(f"ComparisonSpec: {name} must not repeat, got {', '.join(map(str, values))}.")
         if not self.operators or not self.seeds:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
+        models: dict[str, dict[str, Any]] = {}
         for operator in self.operators:
-            self.model_for(operator)  # refuses what is no model
+            model = self.model_for(operator)  # refuses what is no model
+            declared = {**model.to_dict(), "layers": declarations(model.layers)}
+            twins = [other for other, earlier in models.items() if earlier == declared]
+            if twins:
+                raise ArgumentError(
+                    f"ComparisonSpec: operators must differ, and {operator!r} is the same model as {twins[0]!r}. "
+                    "Leave one out."
+                )
+            models[operator] = declared
         self.training.check_metric("ComparisonSpec", self.task.metric)
         if self.training.curriculum is not None:
             curriculum.check(
