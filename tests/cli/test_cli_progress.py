@@ -79,6 +79,15 @@ def test_estimate_follows_the_pace():
     assert board.seconds_left() == pytest.approx(140.0)
 
 
+def test_a_plan_whose_time_is_up_says_nothing_of_what_is_left():
+    clock = Clock()
+    board = Board("accuracy", LABELS, clock)
+    for event in (planned(), started("a", "softmax"), step("a", 1)):
+        board.add(event)
+    clock.now = 80.0
+    assert board.seconds_left() is None
+
+
 def test_estimate_after_a_resume_counts_only_this_sitting():
     clock = Clock()
     board = Board("accuracy", LABELS, clock)

@@ -5,6 +5,7 @@ import gzip
 import html.parser
 import json
 import re
+import shutil
 import statistics
 
 import pytest
@@ -363,8 +364,11 @@ def test_nothing_finished_yet_still_makes_a_page(tmp_path):
         failed=dict.fromkeys([("softmax", seed) for seed in (0, 1, 2)], "stopped by hand"),
     )
     page = page_of(tmp_path)
-    assert "No run has finished yet" in page
+    assert "Every run failed, so there is nothing to compare." in page
     assert "stopped by hand" in page
+    assert "Means are over" not in page
+    shutil.rmtree(next(tmp_path.glob("runs/*/*")))
+    assert "No run has finished yet, so there is nothing to compare." in page_of(tmp_path)
 
 
 def test_two_comparisons_share_a_page_and_the_colours(tmp_path):

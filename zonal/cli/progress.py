@@ -123,8 +123,9 @@ class Board:
         elapsed, here = self.clock() - self._began, done - self._at_start
         if total and here > 0.05 * (total - self._at_start):
             return elapsed * max(0.0, total - done) / here
-        if self.planned is not None:
-            return max(0.0, self.planned.estimated_seconds - elapsed)
+        # a plan whose time is up with nearly all still to do says nothing of what is left
+        if self.planned is not None and elapsed < self.planned.estimated_seconds:
+            return self.planned.estimated_seconds - elapsed
         return None
 
     def ended(self) -> int:

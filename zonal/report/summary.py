@@ -247,7 +247,9 @@ def _words(
     """The headline and the sentences under it."""
     state = _state(data)
     if not ordered and not unlearned:
-        return "No run has finished yet, so there is nothing to compare.", tuple(state)
+        failed = sum(run.status == "failed" for run in data.runs) == _total(data)
+        none = "Every run failed" if failed else "No run has finished yet"
+        return f"{none}, so there is nothing to compare.", tuple(state)
     name = METRIC_NAMES[data.metric]
     labels = {row.operator: formats.named(row.label) for row in rows}
     note = (data.note,) if data.note else ()
@@ -422,18 +424,21 @@ def _planned(data: ComparisonData, operator: str) -> int:
     return screening + len(data.seeds) - len(data.screening)
 
 
+def _total(data: ComparisonData) -> int:
+    """The number of runs, those that were not begun included."""
+    return max(len(data.runs), sum(_planned(data, operator) for operator in data.operators))
+
+
 def _state(data: ComparisonData) -> list[str]:
     """What is missing, if anything is."""
-    total = max(len(data.runs), sum(_planned(data, operator) for operator in data.operators))
+    total = _total(data)
     done = sum(run.done for run in data.runs)
     if done == total:
         return []
     states = {status: sum(run.status == status for run in data.runs) for status in ("failed", "stopped", "running")}
     if done + states["failed"] == total:
-        return [
-            f"{states['failed']} of {total} runs failed; the report lists their messages. "
-            "Means are over the seeds that finished."
-        ]
+        means = " Means are over the seeds that finished." if done else ""
+        return [f"{states['failed']} of {total} runs failed; the report lists their messages.{means}"]
     states["not started"] = total - done - sum(states.values())
     parts = ", ".join(f"{count} {status}" for status, count in states.items() if count > 0)
     return [f"Preliminary: {done} of {total} runs are done ({parts})."]
