@@ -227,6 +227,15 @@ def test_a_stream_of_another_encoding_ends_nothing(tmp_path, monkeypatch):
     assert "--operator" in out
 
 
+def test_a_closed_output_ends_nothing(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)  # as Python has it after >&- and 2>&-
+    assert main(["tasks"]) == 0
+    assert main(["tasks", "show", "nope"]) == 2
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_no_command_shows_the_help_and_is_a_mistake(capsys):
     assert main([]) == 2
     assert "Commands:" in capsys.readouterr().out

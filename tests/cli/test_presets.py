@@ -124,6 +124,11 @@ tensorboard = false
 """
 
 
+def test_the_last_of_two_presets_counts():
+    found = options("--preset echo-mqar --preset=sko-table1")
+    assert found == options("--preset sko-table1")
+
+
 def test_a_baseline_has_a_model_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.toml").write_text(OWN)

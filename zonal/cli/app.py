@@ -79,6 +79,10 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's). Returns the exit code; see the package's docstring."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # whoever starts a command may have closed its output; what is printed then goes nowhere
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, open as long as the process
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal or a pipe of another encoding lacks some characters, such as those of formulas; the rest is printed
         sys.stdout.reconfigure(errors="replace")

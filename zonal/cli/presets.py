@@ -100,8 +100,10 @@ def named(words: Sequence[str], command: str) -> tuple[str, Preset] | None:
 
 
 def given(words: Sequence[str], option: str) -> str | None:
-    """The word after an option of a command line: "" where there is none, None where the option is missing."""
-    for place, word in enumerate(words):
+    """The word after an option of a command line, the last of several as the parser has it: "" where there is none,
+    None where the option is missing.
+    """
+    for place, word in reversed(list(enumerate(words))):
         name, equals, value = word.partition("=")
         if name == option:
             return value if equals else next(iter(words[place + 1 :]), "")
