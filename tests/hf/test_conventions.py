@@ -11,18 +11,30 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForQuestionAnswering,
     BigBirdPegasusConfig,
     BigBirdPegasusForCausalLM,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
     FalconH1Config,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     OPTConfig,
     OPTForCausalLM,
     Qwen3Config,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from zonal import hf
@@ -182,3 +194,58 @@ def test_transfer_measures_what_the_converted_model_computes() -> None:
     ).eval()  # fmt: skip
     hf.convert(model, "softmax")
     assert max(Transfer(model).losses(torch.arange(12)[None])["layers"]) < 1e-10
+
+
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "auto", "given"),
+    [
+        (BertForQuestionAnswering, BertConfig(**ENCODER), AutoModelForQuestionAnswering, torch.arange(6)[None]),
+        (
+            ViTForImageClassification, ViTConfig(image_size=8, patch_size=4, **ENCODER),
+            AutoModelForImageClassification, torch.ones(1, 3, 8, 8),
+        ),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_converted_models_of_every_auto_class_are_read(
+    kind: Any, config: Any, auto: Any, given: torch.Tensor, tmp_path: Any
+) -> None:
+    """They were converted and saved, and could not be read again."""
+    model = kind(config).eval()
+    hf.convert(model, "squared_affine")
+    model.save_pretrained(tmp_path)
+    for again in (auto.from_pretrained(tmp_path), hf.from_pretrained(tmp_path)):
+        assert type(again).__name__ == type(model).__name__
+        assert torch.equal(again(given)[0], model(given)[0])
+
+
+@torch.no_grad()
+def test_a_converted_part_is_read_with_a_model_that_asks_for_its_type(tmp_path: Any) -> None:
+    image = CLIPVisionConfig(image_size=8, patch_size=4, **ENCODER)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=LlamaConfig(**SMALL), vision_config=image, image_token_index=60)
+    ).eval()
+    hf.convert(model.model.language_model, "squared_affine")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    tokens = torch.arange(6)[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_an_encoder_that_was_converted_alone_works_alone() -> None:
+    """Bart's decoder has the same config, which says how both compute attention."""
+    model = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=19, d_model=16, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=24,
+            encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=24, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    tokens = torch.arange(1, 7)[None]
+    before = model.get_encoder()(tokens)[0]
+    hf.convert(model.get_encoder(), "softmax")
+    assert torch.allclose(model.get_encoder()(tokens)[0], before, atol=1e-5)
+    with pytest.raises(ArgumentError, match=r"has no operator.*converted alone works alone where it shares its config"):
+        model(tokens)

@@ -129,3 +129,18 @@ def test_documents_that_would_see_each_other_are_refused() -> None:
     padded = torch.ones_like(tokens())
     padded[:, :4] = 0  # padding has any positions
     made(tokens(), attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp_min(0))
+
+
+@torch.no_grad()
+def test_offsets_of_documents_without_positions_are_refused() -> None:
+    """Kernels that take no mask read them; operators would let each document see those before it."""
+    made = model()
+    hf.convert(made, "softmax")
+    starts = torch.tensor([0, 5, 19], dtype=torch.int32)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 14, "max_length_k": 14}
+    with pytest.raises(ArgumentError, match=r"only given cu_seq_lens_q. Give position_ids that start again from 0"):
+        made(tokens(), use_cache=False, **given)
+    found = made(tokens(), position_ids=positions((5, 14)), use_cache=False, **given).logits
+    assert close(found, each_alone(made, tokens(), (5, 14)))
+    one = {**given, "cu_seq_lens_q": starts[::2], "cu_seq_lens_k": starts[::2]}
+    assert close(made(tokens(), use_cache=False, **one).logits, made(tokens()).logits)

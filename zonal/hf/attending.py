@@ -78,7 +78,8 @@ def _loaded(call: str, module: nn.Module, query: Tensor) -> Operator:
     if operator is None:
         raise ArgumentError(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
-            "hf.convert(model), or load a saved one with hf.from_pretrained."
+            "hf.convert(model), or load a saved one with hf.from_pretrained. An encoder that was converted alone works "
+            "alone where it shares its config with a decoder."
         )
     first = next(operator.parameters(), None)  # a device_map places an operator whole
     if first is not None and first.is_meta and not query.is_meta:
@@ -224,6 +225,11 @@ def _mask_of(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[
     if mask is not None and mask.dim() != 2:
         raise ArgumentError(
             f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(mask.shape)}."
+        )
+    if (starts := others.get("cu_seq_lens_q")) is not None and len(starts) > 2:  # for kernels that take no mask
+        raise ArgumentError(
+            f"{call}: packed documents are told apart by position_ids, and {type(module).__name__} was only given "
+            "cu_seq_lens_q. Give position_ids that start again from 0 with each document, and use_cache=False."
         )
     real = None if mask is None else mask.bool()
     positions = others.get("position_ids")

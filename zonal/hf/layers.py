@@ -52,14 +52,15 @@ def layers_of(call: str, model: nn.Module) -> list[Any]:
     if not layers or not isinstance(model, PreTrainedModel):
         raise ArgumentError(
             f"{call}: a model of transformers with layers of self-attention is required, received "
-            f"{type(model).__name__}."
+            f"{type(model).__name__}. Its layers of attention must have is_causal and a size of heads, as Llama's; "
+            "convert a model before peft wraps it."
         )
     decoding = [layer for layer in layers if getattr(layer, "is_decoder", False) is True]
     # a layer of a decoder that is not causal itself attends to an encoder, or leaves causality to a mask
     if len({is_causal(layer) for layer in layers}) > 1 or not all(layer.is_causal for layer in decoding):
         raise ArgumentError(
             f"{call}: a decoder or an encoder is required; {type(model).__name__} has causal layers and others. "
-            "Convert its encoder or its decoder alone."
+            "Convert a part that has layers of one kind, such as an encoder, or the language model of one for images."
         )
     return layers
 

@@ -11,19 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
+from transformers.models.auto import modeling_auto
 
 from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError, unknown_name
@@ -45,14 +43,10 @@ from zonal.hf.pretrained import check_files, check_loaded, readable
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
-# the Auto classes that load converted models
-_AUTO = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+# the Auto classes of models, which all load converted ones
+_AUTO = [
+    auto for auto in vars(modeling_auto).values() if isinstance(auto, type) and getattr(auto, "_model_mapping", None)
+]
 
 
 def convert(
@@ -143,14 +137,14 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
         )
     named, base = config.architectures, CONFIG_MAPPING[type(config).base]
     name = named[0] if isinstance(named, list) and named else "none"
-    kinds = [kind for auto in _AUTO for kind in _classes(auto, base) if kind.__name__ == name]
-    if not kinds:
+    kind: Any = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel) and issubclass(base, kind.config_class)):
         raise ArgumentError(
-            f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it "
-            "by its own code, and call hf.convert(model)."
+            f"{call}: the config of {folder} names the class {name}, which is no class of transformers for "
+            f"a {base.model_type!r}. Load it by its own code, and call hf.convert(model)."
         )
     with readable(call, folder):
-        model, found = converted_model(kinds[0]).from_pretrained(
+        model, found = converted_model(kind).from_pretrained(
             folder, config=config, **{**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
         )
     check_loaded(call, folder, found)
@@ -166,6 +160,10 @@ class ConvertedConfig(PreTrainedConfig):
     """
 
     model_type = "zonal_converted"
+
+    def __new__(cls, **others: Any) -> Any:
+        """How the config of a larger model, such as LLaVA's, makes the one of its part."""
+        return cls.from_dict(others)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **others: Any) -> Any:
