@@ -335,3 +335,12 @@ def test_powers_by_head_are_each_heads_own() -> None:
         assert torch.allclose(mixed[:, head], alone[:, head], atol=1e-11)
     with pytest.raises(ArgumentError, match="Koopman powers is declared for 3 heads and meets 4"):
         zonal.attention(q, k, v, m.ska(power=(0, 1, 2)), causal=True)
+
+
+@pytest.mark.parametrize("eps", [0.1, 30.0, 100.0, 1e6])
+def test_a_learned_ridge_starts_at_any_size(eps: float) -> None:
+    """The exponential of a ridge above 88 is no number of float32."""
+    q, k, v = (x.detach() for x in sample())
+    fixed, learned = (m.ridge(eps=eps, learn_ridge=learns, key_limit=None) for learns in (False, True))
+    expected = zonal.attention(q, k, v, fixed, causal=True)
+    assert torch.allclose(zonal.attention(q, k, v, learned, causal=True), expected, rtol=1e-5, atol=1e-12)

@@ -1,5 +1,6 @@
 """Anchors that solve with the kernel among keys: ridge read-outs and those after steps of fitted dynamics."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -93,8 +94,8 @@ class Ridge(Anchor):
         return self.moving or self.spectral
 
     def initial(self) -> dict[str, Tensor]:
-        # softplus^-1, so that training starts at exactly eps
-        return {"raw_ridge": row(self.eps).expm1().log()} if self.learn_ridge else {}
+        # softplus^-1, so that training starts at exactly eps; written so that a large eps does not overflow
+        return {"raw_ridge": row(self.eps + math.log(-math.expm1(-self.eps)))} if self.learn_ridge else {}
 
     def ridge(self, params: Params, heads: int) -> Tensor:
         """rho (H,) in float64 for the constant mode; the factor eps for the running maximum."""
