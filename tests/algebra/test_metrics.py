@@ -190,6 +190,19 @@ def test_a_metric_without_a_dot_product() -> None:
         Euclidean(eps=0.0)
 
 
+@pytest.mark.parametrize("kind", [Euclidean, Sphere, Hyperbolic, LeCam, Topological], ids=lambda kind: kind.__name__)
+def test_an_eps_has_a_square_in_float32(kind: type[Metric]) -> None:
+    """Where its square is 0 or infinity, distances or gradients of coincident points are NaN."""
+    x = torch.randn(1, 1, 4, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    for eps in (1e-18, 1e9):
+        distance = kind(eps=eps).pair(x, x)  # type: ignore[call-arg]
+        assert distance.isfinite().all()
+        assert torch.autograd.grad(distance.sum(), x)[0].isfinite().all()
+    for eps in (1e-30, 1e30, float("inf")):
+        with pytest.raises(ArgumentError, match=r"eps must be > 0 .* from 1e-18 to 1e\+09"):
+            kind(eps=eps)  # type: ignore[call-arg]
+
+
 RADII = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0)
 
 

@@ -6,8 +6,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, declared, require_positive, vjp
+from zonal.algebra.declaration import Declaration, declared, require, vjp
 from zonal.formula import Formula, Term
+
+_LEAST, _MOST = 1e-18, 1e9  # of eps; kernels take its fourth power, too
 
 
 class DotReduction(NamedTuple):
@@ -135,12 +137,19 @@ class Metric(Declaration, abstract=True):
 
 @dataclass(frozen=True)
 class Smooth(Metric, abstract=True):
-    """Base of metrics that are smooth at coincident points. eps > 0 keeps the gradient finite there."""
+    """Base of metrics that are smooth at coincident points. eps > 0 keeps the gradient finite there.
+
+    Raises: ArgumentError for an eps whose square float32 does not hold, outside [1e-18, 1e9].
+    """
 
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require_positive(f"{type(self).__name__}: eps", self.eps, "it keeps the gradient finite at coincident points")
+        require(
+            _LEAST <= self.eps <= _MOST,
+            f"{type(self).__name__}: eps must be > 0 (it keeps the gradient finite at coincident points), from "
+            f"{_LEAST:g} to {_MOST:g}, so that float32 holds its square, received {self.eps!r}.",
+        )
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:

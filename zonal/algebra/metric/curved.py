@@ -32,7 +32,7 @@ class Sphere(Smooth):
     coincide or are opposite. (The gradient of acos is infinite there, and acos is 0 below 1e-4 in float32.) The
     distance of coincident points is zero. A zero vector is at a right angle to every point and gets no gradient.
 
-    Raises: ArgumentError for eps <= 0.
+    Raises: ArgumentError for an eps out of range.
     """
 
     negative_type = True
@@ -125,7 +125,7 @@ class Hyperbolic(Smooth):
     Directions nearer than 1e-3 are compared by their differences, here and in the distance kernel: a float32 product
     has no digits of |a^ - b^|^2 left there, and sinh(a) sinh(b) magnifies the error. torch.func.vmap is not supported.
 
-    Raises: ArgumentError for eps or scale <= 0.
+    Raises: ArgumentError for an eps out of range, or a scale <= 0.
     """
 
     negative_type = True

@@ -65,7 +65,7 @@ class Euclidean(Smooth):
     - b|^2 of near points from differences, and torch's tiles use float64. Under torch.func a float32 product is used,
       with rounding errors for distances below 3e-4 of the spread of the points.
 
-    Raises: ArgumentError for eps <= 0.
+    Raises: ArgumentError for an eps out of range.
     """
 
     negative_type = True

@@ -16,7 +16,7 @@ class FisherRao(Smooth):
 
     It is smooth as ``Sphere`` and at most pi.
 
-    Raises: ArgumentError for eps <= 0.
+    Raises: ArgumentError for an eps out of range.
     """
 
     negative_type = True
@@ -47,7 +47,7 @@ class LeCam(Smooth):
     Paper 004 calls it Fisher's information distance, but that one (``FisherRao``) is up to 2.2 times as long. Cost:
     five operations per pair and number, since it is not a dot product.
 
-    Raises: ArgumentError for eps <= 0.
+    Raises: ArgumentError for an eps out of range.
     """
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Topological(Smooth):
     Points with the same deaths in another order have distance 0. The gradient is that of the best matching, and jumps
     where another matching becomes best. Layers compute the deaths of a token's neighbourhood (``zonal.nn.deaths``).
 
-    Raises: ArgumentError for eps <= 0. Source: REWA (004).
+    Raises: ArgumentError for an eps out of range. Source: REWA (004).
     """
 
     def typical(self, dim: int) -> float:
