@@ -113,6 +113,15 @@ def test_mercer_bound_of_what_is_known() -> None:
     assert mercer_bound(bare, 5, 1) == pytest.approx(math.sqrt(8 / 15), rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [101, 301, 601])
+def test_mercer_bound_of_a_circle(size: int) -> None:
+    """On a circle the eigenfunctions are sines and cosines, two of each degree, and a map may keep hundreds of them."""
+    angle = torch.arange(4096, dtype=torch.float64) * (2 * math.pi / 4096)
+    share = torch.fft.fft(kernel_value(link.Yat(0.001), angle.cos())).abs().square()
+    left = share.sort(descending=True).values[size:].sum() / share.sum()
+    assert mercer_bound(link.Yat(0.001), 2, size) == pytest.approx(float(left.sqrt()), rel=1e-3)
+
+
 def test_no_map_beats_the_bound() -> None:
     """The kernel's own error, on random vectors, for maps of several kinds."""
     data = sample("iid", 8, 256, 8, 0)

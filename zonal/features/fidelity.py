@@ -19,6 +19,7 @@ INPUTS: tuple[Inputs, ...] = ("iid", "anisotropic", "peaked")
 Readout = Callable[[Tensor], Tensor]
 _PEAK = 0.9
 _DEGREES = 64
+_MOST_DEGREES = 2048  # half of the angles, beyond which sums over them see no difference between degrees
 
 
 class OutputFidelity(NamedTuple):
@@ -133,8 +134,11 @@ def mercer_bound(kernel: Link, dim: int, size: int) -> float:
     x, weight = uniform_angles(dim)
     value = kernel_value(kernel, x)
     total = float((weight * value.square()).sum())
-    eigenvalues = [float((weight * value * r).sum()) for r in gegenbauer.basis(x, _DEGREES, dim - 1)]
-    counts = [gegenbauer.harmonic_dimension(n, dim - 1) for n in range(_DEGREES)]
+    counts: list[int] = []
+    # a circle has two harmonics of each degree, so that a large map may keep far more than the first degrees
+    while len(counts) < _DEGREES or (sum(counts) < size and len(counts) < _MOST_DEGREES):
+        counts.append(gegenbauer.harmonic_dimension(len(counts), dim - 1))
+    eigenvalues = [float((weight * value * r).sum()) for r in gegenbauer.basis(x, len(counts), dim - 1)]
     kept, left = 0.0, size
     for eigenvalue, count in sorted(zip(eigenvalues, counts, strict=True), key=lambda pair: -abs(pair[0])):
         taken = min(left, count)
