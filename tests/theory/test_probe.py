@@ -210,6 +210,14 @@ def test_centred_scores_are_the_representatives(
     assert max(float(again.rows.abs().max()), float(again.columns.abs().max())) < 1e-9
 
 
+@pytest.mark.parametrize("size", [(2, 2), (5, 2), (3, 4)])
+def test_weighted_scores_of_few_tokens_are_centred(size: tuple[int, int]) -> None:
+    """Of some hundred thousand weights, those for which a vanishing eigenvalue is all rounding, too."""
+    scores, weight = drawn(0, 100_000, *size), drawn(1, 100_000, *size).exp()
+    weighed = probe.centred(scores, "both", weight).interaction * weight
+    assert max(float(weighed.sum(axis).abs().max()) for axis in (-1, -2)) < 1e-9
+
+
 def test_naive_double_centring_under_a_mask_keeps_some_gauge() -> None:
     """Counter-example: taking restricted row means, column means and the grand mean away is not invariant once pairs
     are forbidden.
@@ -392,7 +400,8 @@ def test_batches_are_their_parts() -> None:
     [
         (lambda: probe.Rows().observe(torch.full((3, 3), math.nan)), "with NaN or infinity"),
         (lambda: probe.Rows().observe(torch.zeros(3, 3, dtype=torch.int64)), "received torch.int64"),
-        (lambda: probe.EntropicPlan(rho=(-1.0, None)), "rho must be two numbers >= 0, or None"),
+        (lambda: probe.EntropicPlan(rho=(-1.0, None)), "rho must be two finite numbers >= 0, or None"),
+        (lambda: probe.EntropicPlan(rho=(math.inf, 1.0)), "rho must be two finite numbers"),
         (lambda: probe.EntropicPlan(tolerance=0.0), "tolerance must be > 0"),
         (
             lambda: probe.EntropicPlan(rows=torch.ones(2)).observe(torch.zeros(3, 3)),

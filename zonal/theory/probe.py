@@ -96,10 +96,11 @@ class EntropicPlan(Probe):
     iterations: int = 10_000
 
     def __post_init__(self) -> None:
-        good = isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho)
+        good = isinstance(self.rho, tuple) and len(self.rho) == 2
+        good = good and all(r is None or 0 <= r < math.inf for r in self.rho)
         require(
             good,
-            "probe.EntropicPlan: rho must be two numbers >= 0, or None for an exact constraint, received "
+            "probe.EntropicPlan: rho must be two finite numbers >= 0, or None for an exact constraint, received "
             f"{self.rho!r}.",
         )
         require_one_of("probe.EntropicPlan: reference", self.reference, ("masses", "kernel"))
@@ -246,7 +247,9 @@ def _columns(scores: Tensor, weight: Tensor) -> Tensor:
     root = torch.where(by_column > 0, by_column, 1).sqrt()
     system = torch.diag_embed(by_column) - weight.mT @ share
     right = (weight * (scores - _mean(scores, weight, -1)[..., None])).sum(-2)
-    inverse = torch.linalg.pinv(system / root[..., None] / root[..., None, :], hermitian=True)
+    # its eigenvalues lie in [0, 1]: what rounding of numbers up to 1 leaves of those that are 0 must not be inverted
+    least = 10 * system.shape[-1] * torch.finfo(system.dtype).eps
+    inverse = torch.linalg.pinv(system / root[..., None] / root[..., None, :], atol=least, hermitian=True)
     return (inverse @ (right / root)[..., None])[..., 0] / root
 
 
