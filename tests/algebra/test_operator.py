@@ -201,6 +201,15 @@ def test_parts_must_be_parts() -> None:
         (lambda: prior.ALiBi(()), "at least one slope is required"),
         (lambda: Operator(readout="x"), "Operator: readout must be None, 'head' or 'concat', received 'x'"),
         (lambda: Operator(layer_init="x"), "Operator: layer_init must be 'default'.*received 'x'"),
+        (lambda: m.softmax(scale=float("nan")), "Dot: scale must be finite, received nan"),
+        (lambda: m.softmax(prior=prior.ALiBi((1.0, float("inf")))), "ALiBi: slopes must be finite"),
+        (lambda: m.rewa(weights=(float("inf"), 1.0, 1.0)), "Product: weights must be finite"),
+        (lambda: m.rewa_oscillatory(frequencies=(float("nan"),)), "Oscillatory: frequencies must be finite"),
+        (lambda: m.polynomial_square((1.0, float("nan"))), "PolynomialSquare: polynomial must be finite"),
+        (lambda: m.ska(eta=float("nan")), "Koopman: eta must be finite"),
+        (lambda: m.sinkhorn(rho=(None, float("inf"))), "UnbalancedPlan: rho must be finite"),
+        (lambda: m.local_global(weight=float("inf")), "LocalGlobal: weight must be finite"),
+        (lambda: m.hedgehog(init_scale=float("inf")), "LearnedExp: init_scale must be finite"),
     ],
 )
 def test_settings_out_of_range_are_refused_when_they_are_declared(made: Callable[[], object], words: str) -> None:

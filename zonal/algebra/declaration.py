@@ -1,6 +1,7 @@
 """Declarations: frozen values that fill the slots of an operator, and can be printed, compared and saved as JSON."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -247,6 +248,20 @@ def require_positive(name: str, value: float | None, why: str = "", *, optional:
     if not (optional if value is None else value >= _LEAST):
         reason, other = f" ({why})" if why else "", " or None" if optional else ""
         raise ArgumentError(f"{name} must be > 0{reason}{other}, received {value!r}.")
+
+
+def require_finite(part: Declaration) -> None:
+    """Raise ArgumentError for a number of a declaration, or of one inside it, that is infinite or NaN: outputs would be
+    NaN, and files cannot hold it.
+    """
+    assert dataclasses.is_dataclass(part)
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Declaration):
+                require_finite(each)
+            finite = not isinstance(each, float) or math.isfinite(each)
+            require(finite, f"{type(part).__name__}: {field.name} must be finite, received {value!r}.")
 
 
 def require_one_of(name: str, value: object, valid: Iterable[object]) -> None:
