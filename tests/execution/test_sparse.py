@@ -297,6 +297,7 @@ def test_coverage_counts() -> None:
     }
     assert rows["mass"].item() == pytest.approx((weight[2] + weight[3]).item())
     assert coverage(log_kernel, ~met, 2)["recall"].tolist() == [0.0]
+    assert coverage(log_kernel[0], met[0], 2)["met"].tolist() == [3.0]  # one row without axes before it
     with pytest.raises(ArgumentError, match=r"coverage: log_kernel and a bool met of one shape"):
         coverage(log_kernel, met[:1], 2)
 

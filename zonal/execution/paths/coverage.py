@@ -52,7 +52,7 @@ def coverage(log_kernel: Tensor, met: Tensor, k: int) -> dict[str, Tensor]:
             "coverage: log_kernel and a bool met of one shape and k >= 1 are required, "
             f"received {tuple(log_kernel.shape)}, {met.dtype} of {tuple(met.shape)} and {k}."
         )
-    log_kernel, met = log_kernel.double().flatten(0, -2), met.flatten(0, -2)
+    log_kernel, met = log_kernel.double()[None].flatten(0, -2), met[None].flatten(0, -2)
     some = (log_kernel > float("-inf")).any(-1)
     log_kernel, met = log_kernel[some], met[some]
     whole = log_kernel.logsumexp(-1, keepdim=True)
