@@ -17,7 +17,7 @@ from zonal.mechanisms.registry import mechanism
     "REWA Riemannian",
     "weights fall with distance in a space whose metric tensor is learned. It keeps every key and value.",
     weights=r"$e^{-d(q, k)/\tau}$ with a learned metric tensor, over row sum",
-    memory="$S(D + P + 12n)$",
+    memory="$S(D + 2n + P)$",
     paths="tiled",
 )
 def rewa_riemannian(

@@ -18,7 +18,7 @@ from zonal.mechanisms.registry import mechanism
     "REWA topological",
     "weights fall with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
     weights=r"$e^{-d/\tau}$, with the distance of neighbourhoods by their persistence diagrams, over row sum",
-    memory="$S(3D + P + 5n^2)$",
+    memory="$S(D + n + P)$",
     paths="tiled",
 )
 def rewa_topological(
