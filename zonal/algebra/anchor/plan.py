@@ -226,8 +226,9 @@ class PlanAnchor(Anchor, abstract=True):
                     "its masses are no limit to exp(scores). Make scores smaller, or rho larger."
                 )
             system = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device) - half.mT @ half
-            # a constant that one side gives and the other takes changes no plan: such directions are left out
-            inverse = torch.linalg.pinv(system, rtol=1e3 * torch.finfo(half.dtype).eps, hermitian=True)
+            # a constant that one side gives and the other takes changes no plan: such directions are left out.
+            # Eigenvalues lie in [0, 1], and those of a sharp plan may all be rounding: none says how small zero is
+            inverse = torch.linalg.pinv(system, atol=1e3 * torch.finfo(half.dtype).eps, hermitian=True)
             solve = right[..., None] * inverse * torch.where(right > 0, 1 / right, 0)[..., None, :]
         df, dg = ((step.potential - old).double() for step, old in ((first, at.query), (second, at.key)))
         g = _times(solve, dg - right.square() * _times(plan.mT, df))
