@@ -87,13 +87,15 @@ def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str)
 def test_given_memory_is_not_changed(name: str) -> None:
     operator, data = made(name), inputs(CASES["plain"])
     for run in (chunked, by_torch):
-        _, memory = run(call_of(operator, data, slice(0, 7)), None, return_memory=True)
+        begin = call_of(operator, data, slice(0, 7))
+        _, memory = run(resumed(begin, empty_memory(begin)))
         assert memory is not None
         before = {key: x.clone() for key, x in memory.tensors().items()}
-        first, _ = run(call_of(operator, data, slice(7, 19)), memory, return_memory=True)
-        again, after = run(call_of(operator, data, slice(7, 19)), memory, return_memory=False)
-        assert torch.equal(first, again)
-        assert after is None
+        call = resumed(call_of(operator, data, slice(7, 19)), memory)
+        first, after = run(call)
+        assert after is not None
+        assert after.count == 19
+        assert torch.equal(first, run(call)[0])
         assert memory.count == 7
         assert all(torch.equal(x, before[key]) for key, x in memory.tensors().items())
 
