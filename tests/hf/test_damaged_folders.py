@@ -108,6 +108,14 @@ def test_a_config_that_was_edited(
         hf.from_pretrained(tmp_path / "edited")
 
 
+@pytest.mark.parametrize("name", ["PreTrainedModel", "GPT2LMHeadModel", "LlamaConfig", "Nothing"])
+def test_a_config_that_names_another_class(name: str, folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "converted", tmp_path / "edited")
+    edited(lambda config: config.update(architectures=[name]))(tmp_path / "edited")
+    with pytest.raises(ArgumentError, match=rf"the class {name}, which is no class of transformers for a 'llama'"):
+        hf.from_pretrained(tmp_path / "edited")
+
+
 def of(spec: str) -> list[dict[str, Any]]:
     """The operators that config.json holds after a conversion."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **SIZES))

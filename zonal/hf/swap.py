@@ -138,7 +138,8 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
     named, base = config.architectures, CONFIG_MAPPING[type(config).base]
     name = named[0] if isinstance(named, list) and named else "none"
     kind: Any = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel) and issubclass(base, kind.config_class)):
+    reads = kind.config_class if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
+    if reads is None or not issubclass(base, reads):
         raise ArgumentError(
             f"{call}: the config of {folder} names the class {name}, which is no class of transformers for "
             f"a {base.model_type!r}. Load it by its own code, and call hf.convert(model)."
