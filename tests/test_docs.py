@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -324,11 +323,8 @@ def test_examples_are_named() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=identifier)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
-    """As a user runs them: a process of its own, warnings are errors; twenty seconds on a machine with nothing else to
-    do.
-    """
+    """As a user runs them: a process of its own, warnings are errors."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=tmp_path,
@@ -338,11 +334,8 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
         timeout=280,
         check=False,
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
-    # time on the processor, since the clock also counts what else a machine does; crowded caches take their share of it
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40
 
 
 def test_declarations_in_the_pages_of_slots() -> None:
