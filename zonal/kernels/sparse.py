@@ -83,7 +83,7 @@ def codes(functions: Sequence[tuple[Tensor, Tensor | None, Tensor | None, float]
     Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
     """
     batch, heads, tokens, _ = functions[0][0].shape
-    found, kernel = (zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), FAMILY.load())
+    found, kernel = zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), FAMILY.load()
     at, count, cells = ctypes.c_void_p(found.data_ptr()), batch * heads * tokens, 0
     for points, *numbers, width in functions:
         x = plain(points, torch.float32).flatten(0, 2)

@@ -46,7 +46,7 @@ class ModelSettings:
     norm_eps: Annotated[float, RATIO] = 1e-6
     """ε of the norms."""
     init_std: Annotated[float, RATIO] = 0.02
-    """Standard deviation of initial weights; outputs: by √(2 · layers) less. Narrow: 1/√dim. Residual post: 0.125."""
+    """Standard deviation of initial weights, divided by √(2 · layers) for outputs. Try 1/√dim too; post-norm 0.125."""
     tie_embeddings: bool = True
     """Use the embedding matrix also as the output layer."""
 
