@@ -18,7 +18,6 @@ from benchmarks import (
     gpu,
     linear,
     linear_peers,
-    needles,
     peers,
     planner,
     rewa,
@@ -27,8 +26,6 @@ from benchmarks import (
     tiled,
 )  # fmt: skip
 from zonal.errors import ArgumentError
-from zonal.models import ModelConfig
-from zonal.training import Comparison, ComparisonSpec, TrainConfig
 
 CPU = torch.device("cpu")
 
@@ -575,23 +572,3 @@ def test_the_sparse_benchmark_draws_what_tables_buy() -> None:
     )
     assert "softmax: attention mass" in page
     assert f"{rows[-1]['mass']:.3f}"[:5] in page
-
-
-def test_needles_are_found_in_checkpoints_of_runs(tmp_path, capsys):
-    spec = ComparisonSpec(
-        task=needles.task([64], 2, 32),
-        model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
-        training=TrainConfig(steps=2, batch_size=2, tensorboard=False),
-        operators=("linear", "ska(power=0)"),
-    )
-    Comparison(tmp_path / "it", spec).run()
-    out = tmp_path / "needles.json"
-    runs = [str(tmp_path / "it" / run.name) for run in spec.runs()]
-    assert needles.main([*runs, "--lengths", "100,300", "--examples", "5", "--piece", "64", "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    assert [(row["operator"], row["tokens"], row["examples"]) for row in record["rows"]] == [
-        (operator, tokens, 5) for operator in spec.operators for tokens in (100, 300)
-    ]
-    assert all(row["accuracy"] * 5 % 1 == 0 for row in record["rows"])
-    assert record["summary"]["linear, rate 0.003, 300 tokens"]["mean"] == record["rows"][1]["accuracy"]
-    assert "linear, seed 0, rate 0.003: 300 tokens" in capsys.readouterr().out

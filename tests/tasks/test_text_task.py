@@ -113,20 +113,23 @@ def test_batches_are_functions_of_their_number(counted):
     assert torch.equal(rows, task.train_batch(0, 6, 7).tokens)
 
 
-def test_evaluation_covers_so_many_bytes(counted):
+@pytest.mark.parametrize("limit", [1, 100, 300, 2000, 10**6, None])
+def test_evaluation_covers_so_many_bytes_of_the_whole_validation_part(counted, limit):
     lengths = tokenizers.resolve("gpt2").token_bytes
-    for limit in (1, 100, 300, None):
-        task = Text(counted(2500), length=10, validation_fraction=0.3, evaluation_bytes=limit)
-        targets = torch.cat([batch.targets for batch in task.evaluation_batches(7)])
-        windows = lengths[targets.numpy()].sum(axis=1)
-        available = (2500 - task.split - 1) // 10
-        if limit is None:
-            assert len(windows) == available
-        else:
-            following = lengths[task.split + 1 + 10 * len(windows) :][:10].sum()
-            assert len(windows) == 1 or windows.sum() <= limit < windows.sum() + following
-        assert task.bytes_per_token == pytest.approx(windows.sum() / targets.numel())
-        assert targets.flatten().tolist() == list(range(task.split + 1, task.split + 1 + targets.numel()))
+    task = Text(counted(2500), length=10, validation_fraction=0.3, evaluation_bytes=limit)
+    targets = torch.cat([batch.targets for batch in task.evaluation_batches(7)])
+    available = (2500 - task.split - 1) // 10
+    window_bytes = 10 * lengths[task.split : 2500].mean()
+    asked = available if limit is None else min(available, limit / window_bytes)
+    assert len(targets) == 1 if asked < 1 else abs(len(targets) - asked) <= 0.6
+    assert (targets - targets[:, :1] == torch.arange(10)).all()  # the corpus counts: its tokens are their places
+    places = (targets[:, 0] - 1 - task.split) / 10
+    assert places[0] == 0
+    assert (places % 1 == 0).all()
+    assert places[-1] < available
+    gaps = torch.cat([places, torch.tensor([float(available)])]).diff()  # to the end of the part, too
+    assert gaps.max() - gaps.min() <= 1
+    assert task.bytes_per_token == pytest.approx(lengths[targets.numpy()].mean())
 
 
 def test_bits_per_byte():

@@ -20,7 +20,7 @@ class TaskSettings:
     validation_fraction: Annotated[float | None, SHARE] = None
     """For text: the share at the end that is held out for validation. None: 0.1."""
     evaluation_bytes: Annotated[int | None, Between(1, 2**40)] = None
-    """For text: evaluate on this many bytes of the held-out part. None: 65536."""
+    """For text: evaluate on about this many bytes, spread over the held-out part. None: 65536."""
     max_bytes: Annotated[int | None, Between(1, 2**40)] = None
     """For text: read only this many bytes of the source. None: all."""
     train_fraction: Annotated[float | None, SHARE] = None

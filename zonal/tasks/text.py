@@ -3,8 +3,7 @@
 The token stream is split once: validation is its last part, training all before it, and no token is in both. The split
 is set in bytes of text, at the first token that begins after (1 - validation_fraction) of them, so that every tokeniser
 is validated on the same text. Training reads windows of ``length`` + 1 tokens (inputs and targets overlap by all but
-one), which never reach into the validation part; evaluation reads windows of the validation part one after another
-without overlap.
+one), which never reach into the validation part; evaluation reads windows of the validation part without overlap.
 """
 
 import math
@@ -48,12 +47,13 @@ class Text(Task):
     """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…"
     (``zonal.data.open_source``).
 
-    tokenizer: "byte", "gpt2" or the path of a tokenizer.json; None takes the corpus's own, or "byte" for text. length:
-    tokens of a sequence. validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from
-    the start of the validation part (rounded to whole windows, at least one); None takes all of it. max_bytes: read
-    only so much of the source. train_fraction: learn from so much of the training part, in bytes from its start, in (0,
-    1]; the validation part stays the same. content: SHA-256 that the prepared tokens must have, as ``config`` records
-    it, so that a run is never resumed on a text that has changed; tokenizer_sha256: the same of a tokenizer.json.
+    tokenizer: "byte", "gpt2" or the path of a tokenizer.json; None takes the corpus's own, or "byte" for text.
+    length: tokens of a sequence. validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on about
+    so many bytes of the validation part, in windows that are spread evenly over it (at least one); None takes all
+    of it. max_bytes: read only so much of the source. train_fraction: learn from so much of the training part, in
+    bytes from its start, in (0, 1]; the validation part stays the same. content: SHA-256 that the prepared tokens
+    must have, as ``config`` records it, so that a run is never resumed on a text that has changed;
+    tokenizer_sha256: the same of a tokenizer.json.
 
     Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the
     epoch, and visits them in a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its
@@ -103,10 +103,9 @@ class Text(Task):
         unread = 1 - train_fraction * (1 - validation_fraction)
         self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
         self._check_size()
-        self._windows = self._count_windows()
+        self._evaluated = self._evaluation_starts()
         if self.causal:
-            targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * length)
-            self.bytes_per_token = float(self.tokenizer.token_bytes[targets].mean())
+            self.bytes_per_token = float(self.tokenizer.token_bytes[self._evaluation_targets()].mean())
 
     def _check_size(self) -> None:
         needed = self.length + 1
@@ -125,16 +124,19 @@ class Text(Task):
                     f"{enough} tokens of text or more, or a smaller length."
                 )
 
-    def _count_windows(self) -> int:
-        """Evaluation windows: all that fit, or as many as ``evaluation_bytes`` hold."""
-        available = (self.corpus.count - self.split - 1) // self.length
-        if self.evaluation_bytes is None:
-            return available
-        # every token has a byte or more, so no more than this many can be asked for
-        count = min(available, math.ceil(self.evaluation_bytes / self.length))
-        targets = self.corpus.read(self.split + 1, self.split + 1 + count * self.length)
-        reached = np.cumsum(self.tokenizer.token_bytes[targets].reshape(count, self.length).sum(axis=1))
-        return max(1, int(np.searchsorted(reached, self.evaluation_bytes, side="right")))
+    def _evaluation_starts(self) -> np.ndarray:
+        """The stream positions at which evaluation windows begin: of all that fit, or of as many as hold about
+        ``evaluation_bytes``. They are spread over the validation part, since the files of a folder differ.
+        """
+        validation = self.corpus.count - self.split
+        windows = available = (validation - 1) // self.length
+        if self.evaluation_bytes is not None:
+            window_bytes = self.corpus.bytes * self.validation_fraction / validation * self.length
+            windows = max(1, min(available, round(self.evaluation_bytes / window_bytes)))
+        return self.split + self.length * (np.arange(windows) * available // windows)
+
+    def _evaluation_targets(self) -> np.ndarray:
+        return np.concatenate([self.corpus.read(start + 1, start + 1 + self.length) for start in self._evaluated])
 
     def train_starts(self, step: int, batch_size: int, seed: int) -> np.ndarray:
         """(batch_size,) the stream positions at which the windows of batch ``step`` begin; a window is the ``length`` +
@@ -158,9 +160,8 @@ class Text(Task):
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         check_batch("Text.evaluation_batches", batch_size)
-        for begin in range(0, self._windows, batch_size):
-            numbers = range(begin, min(begin + batch_size, self._windows))
-            yield self._batch([self.split + number * self.length for number in numbers])
+        for begin in range(0, len(self._evaluated), batch_size):
+            yield self._batch(self._evaluated[begin : begin + batch_size].tolist())
 
     def _batch(self, starts: list[int]) -> Batch:
         windows = torch.from_numpy(np.stack([self.corpus.read(start, start + self.length + 1) for start in starts]))
@@ -170,8 +171,7 @@ class Text(Task):
         """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens,
         each token once more than it stands there).
         """
-        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * self.length)
-        return Guess(self._loss_of_frequencies(targets))
+        return Guess(self._loss_of_frequencies(self._evaluation_targets()))
 
     def _loss_of_frequencies(self, targets: np.ndarray) -> float:
         counts = np.ones(self.vocab_size, dtype=np.int64)
@@ -196,7 +196,7 @@ class Text(Task):
 
     def describe(self) -> str:
         kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}.get(self.tokenizer.name, f"{self.vocab_size:,} token")
-        evaluated = self._windows * self.length
+        evaluated = len(self._evaluated) * self.length
         part = "" if self.train_fraction == 1 else f" ({self.train_fraction:.0%} of {self.split:,})"
         return (
             f"{kind} language modelling of {self.title}: {self.train_end:,} training tokens{part}, "
