@@ -85,7 +85,7 @@ def test_mask_decay_and_bias_appear_when_they_come() -> None:
     assert torch.allclose(
         decays, torch.cat([torch.zeros(1, 2, 2), decay * mask[:, None], torch.zeros(1, 2, 1)], -1).double()
     )
-    assert torch.allclose(biases, torch.cat([torch.zeros(1, 2, 2), bias, torch.zeros(1, 2, 1)], -1))
+    assert torch.allclose(biases, torch.cat([torch.zeros(1, 2, 2), bias * mask[:, None], torch.zeros(1, 2, 1)], -1))
 
 
 @pytest.mark.parametrize("weights", ["mask", "key_bias", "log_decay"])
@@ -108,6 +108,23 @@ def test_what_padding_holds_tells_no_tokens_apart() -> None:
     k, v = (x + nothing.unsqueeze(-1) for x in (draw(1, 2, 2, 4), draw(1, 2, 2, 3, seed=1)))
     padded, more = empty.absorb(k, v, mask, key_bias=nothing), step(empty, 5)
     assert torch.equal(padded.merge(more).subtract(padded).read(draw(1, 2, 1, 4)), more.read(draw(1, 2, 1, 4)))
+
+
+@pytest.mark.parametrize("operator", [m.softmax(), m.linear(), m.ridge()], ids=lambda operator: operator.name)
+def test_what_absorbed_padding_holds_reaches_no_later_call(operator: zonal.Operator) -> None:
+    mask, (q, k, v) = torch.tensor([[True, False, True]]), (draw(1, 2, 3, 4, seed=seed).double() for seed in range(3))
+    bias = None if operator.tags.solves else draw(1, 2, 3, seed=3).double()
+
+    def after(held: float) -> torch.Tensor:
+        """What later tokens read, where padding holds this number."""
+        hidden = ~mask[:, None]
+        keys, values = (x.masked_fill(hidden[..., None], held) for x in (k, v))
+        biases = None if bias is None else bias.masked_fill(hidden, held)
+        empty = Memory.empty(operator, 1, 2, 4, 4, torch.float64, kind="keys")
+        memory = empty.absorb(keys, values, mask, key_bias=biases)
+        return zonal.attention(q, k, v, operator, causal=True, memory=memory.merge(memory))[0]
+
+    assert torch.equal(after(float("nan")), after(0.0))
 
 
 def test_a_window_keeps_what_can_be_seen() -> None:

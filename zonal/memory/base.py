@@ -150,7 +150,7 @@ class Memory(Readable):
         check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias, key_gate)
         tokens = prepared(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
-        tokens = tokens._replace(k=keys, v=values)
+        tokens = tokens._replace(k=keys, v=values).silent()
         whole = self.unnamed()
         with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
             # a named span is added as one sum, as ``forget`` adds the parts that are left
