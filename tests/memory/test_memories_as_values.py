@@ -252,6 +252,28 @@ def test_a_memory_is_a_value(name: str) -> None:
     close(memory.read(q), left.read(q))
 
 
+@pytest.mark.parametrize("verb", ["absorb", "call", "step"])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_absorbed_may_be_overwritten(name: str, recorded: bool, verb: str) -> None:
+    """As where a program puts the next tokens into the same tensors."""
+    op, tokens, later, q = operator(name), span(tokens=2), span(seed=5, tokens=4), queries()
+    k, v = (x.requires_grad_(recorded and verb != "step") for x in (tokens.k, tokens.v))
+    if verb == "absorb":
+        memory = empty(op).absorb(k, v)
+    elif verb == "call":
+        _, memory = zonal.attention(q[:, :, :2], k, v, op, causal=True, memory=empty(op))
+    else:
+        decoder = empty(op).decoder()
+        decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        memory = decoder.memory()
+    with torch.no_grad():
+        before = later.into(memory.fork()).read(q)
+        k.fill_(3.0)
+        v.fill_(7.0)
+        assert torch.equal(later.into(memory).read(q), before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes(name: str) -> None:
     """Constant memories stay constant while they are absorbed into and read; the others count what they hold."""

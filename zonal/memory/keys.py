@@ -88,7 +88,7 @@ class KeyValues(Memory):
         recorded = learning or torch_func.forward()
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
         if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
-            held = joined(self.tokens, tokens)
+            held = joined(self.tokens, tokens.map(torch.clone) if self.begin == self.end else tokens)
             buffer, begin, end = _Buffer(held, held.length), begin - self.begin, held.length
             return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)
         alike = all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))

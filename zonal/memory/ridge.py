@@ -57,9 +57,9 @@ def first_key(z: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
-    """The last real key of each row, ``before`` where there is none."""
+    """A copy of the last real key of each row, ``before`` where there is none."""
     if mask is None:
-        return z[:, :, -1].to(before)
+        return z[:, :, -1].to(before, copy=True)
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     index = torch.where(mask, place, 0).amax(-1)[:, None, None, None].expand(-1, z.shape[1], 1, z.shape[3])
     return torch.cat([before.unsqueeze(2).to(z), z], 2).gather(2, index)[:, :, 0].to(before)

@@ -321,12 +321,8 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _last(held: Tokens, count: int) -> Tokens:
-    """The last tokens, without a mask where all of them are real."""
-    gone = held.length - count
-    if gone > 0:
-        held = held.span(gone, held.length)
-        if gone > count:  # a view would keep all that has left the window
-            held = held.map(torch.clone)
+    """A copy of the last tokens, without a mask where all of them are real."""
+    held = held.span(max(held.length - count, 0), held.length).map(torch.clone)
     return held if torch.compiler.is_compiling() else held.unmasked()
 
 
