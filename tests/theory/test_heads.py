@@ -163,6 +163,15 @@ def test_a_head_that_is_all_field_has_no_interaction() -> None:
         assert head.refined == ()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_tokens_have_no_energy(dtype: torch.dtype, causal: bool) -> None:
+    """What rounding leaves of a constant log K is divided into no shares."""
+    attention = layer(causal=causal).to(dtype)
+    for head in forms(attention, inputs(12).to(dtype).expand(1, 6, 12), (1,)):
+        assert (head.rows, head.columns, head.interaction, head.gauge) == (0, 0, 0, 0)
+
+
 def test_an_empty_first_row_counts_for_nothing() -> None:
     attention = nn.Attention(12, 2, m.softmax(prior=prior.Causal(include_self=False)))
     with torch.no_grad():
