@@ -104,7 +104,9 @@ def test_a_graph_without_edges_has_no_cycles():
         ([(0, 0)], torch.zeros(1), "joins two of the nodes 0 to 2"),
         ([(0, 3)], torch.zeros(1), "joins two of the nodes 0 to 2"),
         ([(0, 1), (1, 0)], torch.zeros(2), "may share one edge"),
-        ([(0, 1)], torch.zeros(2), "a number for each of 1 edges"),
+        ([(0, 1)], torch.zeros(2), "a finite number for each of 1 edges"),
+        ([(0, 1)], torch.tensor([math.nan]), "with NaN or infinity"),
+        ([(0, 1)], torch.tensor([[1.0, math.inf]]), "with NaN or infinity"),
     ],
 )
 def test_graphs_that_are_none(edges, form, message):

@@ -151,12 +151,14 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
     """The decomposition of ``form`` (E, …) on a graph of ``nodes`` nodes, by least squares of smallest norm, in
     float64.
 
-    Raises: ArgumentError for edges that are none, come twice, or are not as many as the form has rows.
+    Raises: ArgumentError for edges that are none, come twice, or are not as many as the form has rows, and for NaN or
+    infinity.
     """
     found = _edges("hodge", nodes, edges)
-    if form.shape[:1] != (len(found),):
+    if form.shape[:1] != (len(found),) or not bool(form.isfinite().all()):
         raise ArgumentError(
-            f"hodge: a number for each of {len(found)} edges is required, received shape {tuple(form.shape)}."
+            f"hodge: a finite number for each of {len(found)} edges is required, received shape {tuple(form.shape)}"
+            f"{' with NaN or infinity. Leave failed runs out' if form.shape[:1] == (len(found),) else ''}."
         )
     flat = form.double().reshape(len(found), form.shape[1:].numel())
     incidence = _incidence(nodes, found)
