@@ -1,5 +1,6 @@
 """Folders of texts in one memory: the same bits in every order, nothing left of what is subtracted, nothing lost."""
 
+import dataclasses
 import io
 import json
 import math
@@ -388,6 +389,12 @@ def test_sums_stay_exact(notes, tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "MOST", 3)
     with pytest.raises(ArgumentError, match="at most 3 spans exactly"):
         ingest.ingest(notes, tmp_path / "memory", **SMALL)
+
+
+@pytest.mark.filterwarnings("error")
+def test_whole_numbers_do_not_drift() -> None:
+    half = dataclasses.replace(sums.empty(1), count=sums.MOST // 2)
+    assert sums.together(half, half).count == sums.MOST
 
 
 # with vowel signs, accents and joiners, which belong to the word that they follow
