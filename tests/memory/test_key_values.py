@@ -127,6 +127,20 @@ def test_what_absorbed_padding_holds_reaches_no_later_call(operator: zonal.Opera
     assert torch.equal(after(float("nan")), after(0.0))
 
 
+@pytest.mark.parametrize("operator", [m.yat(), m.linear(), m.ridge()], ids=lambda operator: operator.name)
+def test_absorbed_padding_has_no_gradient(operator: zonal.Operator) -> None:
+    hidden, nan = torch.tensor([[[False, True, False]]]), float("nan")
+    k, v = (draw(1, 2, 3, 4, seed=seed).masked_fill(hidden[..., None], nan).requires_grad_() for seed in range(2))
+    weights = draw(1, 2, 3, seed=2).masked_fill(hidden, nan).requires_grad_()
+    name = "key_gate" if operator.tags.solves else "key_bias"
+    memory = Memory.empty(operator, 1, 2, 4, 4).absorb(k, v, ~hidden[:, 0], **{name: weights})
+    memory.read(draw(1, 2, 1, 4, seed=3)).sum().backward()
+    for x in (k, v, weights):
+        assert x.grad is not None
+        assert torch.isfinite(x.grad).all()
+        assert not x.grad[:, :, 1].any()
+
+
 def test_a_window_keeps_what_can_be_seen() -> None:
     """One more than the window's left: reading stands at the last token, the next token one later."""
     memory = Memory.empty(m.softmax(prior=prior.Window(5)), 1, 2, 4, 3)

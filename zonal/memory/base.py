@@ -148,9 +148,13 @@ class Memory(Readable):
         shape = (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0)
         check_weights("Memory.absorb", self.operator, shape, action_mask, key_gate, key_padding_mask, whole=False)
         check_tokens(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias, key_gate)
+        if key_padding_mask is not None:  # whatever it holds, padding is in no product, here or in the gradients
+            hidden = ~key_padding_mask[:, None]
+            k, v = (x.masked_fill(hidden[..., None], 0) for x in (k, v))
+            key_bias, key_gate = (None if x is None else x.masked_fill(hidden, 0) for x in (key_bias, key_gate))
         tokens = prepared(self.operator, self.form, k, v, key_padding_mask, log_decay, key_bias)
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
-        tokens = tokens._replace(k=keys, v=values).silent()
+        tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
         with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
             # a named span is added as one sum, as ``forget`` adds the parts that are left

@@ -35,14 +35,11 @@ class Tokens(NamedTuple):
         )
 
     def silent(self) -> "Tokens":
-        """Padding made to zeros in k, v and key_bias, so that it adds nothing to any sum (whatever it held, NaN
-        included).
-        """
+        """Padding made to zeros in k and v, so that it adds nothing to any sum (whatever it held, NaN included)."""
         if self.mask is None:
             return self
         hidden = ~self.mask[:, None, :, None]
-        bias = None if self.key_bias is None else self.key_bias.masked_fill(hidden[..., 0], 0)
-        return self._replace(k=self.k.masked_fill(hidden, 0), v=self.v.masked_fill(hidden, 0), key_bias=bias)
+        return self._replace(k=self.k.masked_fill(hidden, 0), v=self.v.masked_fill(hidden, 0))
 
     def padded(self) -> Tensor | int:
         """How many of the tokens are padding, (B,) int64, or 0 without a mask."""
