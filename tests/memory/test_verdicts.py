@@ -426,9 +426,10 @@ def test_a_criterion_is_saved_whole(tmp_path):
         pytest.param(
             lambda a, q: a.support(q[..., 1:]), r"Memory.support: q must be .*received \(1, 1, 50, 15\)", id="query"
         ),
+        pytest.param(lambda a, q: filled(m.retention()).support(q), "Memory.support: .* has no evidence", id="fades"),
         pytest.param(
             lambda a, q: filled(m.retention()).read(q, report=True),
-            "'decayed' of operator 'retention' has no evidence.*use an operator that solves",
+            "Memory.read: .*'decayed' of operator 'retention' has no evidence.*use an operator that solves",
             id="decayed",
         ),
         pytest.param(

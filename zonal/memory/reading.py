@@ -73,7 +73,7 @@ class Readable(Batched):
             if report is False:
                 return values
             criterion = Criterion() if report is True else report
-            self._check_evidence()
+            self._check_evidence("read")
             with torch.no_grad():
                 verdict, evidence = self._judged(prepared, y, self._at_home(exact, bound), bound, criterion, claim)
                 weight = self.largest_weight(prepared, bound)
@@ -92,7 +92,7 @@ class Readable(Batched):
         Raises: ArgumentError where a memory of this kind cannot know.
         """
         self._check_queries("support", q)
-        self._check_evidence()
+        self._check_evidence("support")
         bound = self.operator.bind(q.shape[1], self.form.heads)
         with torch.autocast(q.device.type, enabled=False):
             return self.spanned(self._at_home(q.to(torch.promote_types(q.dtype, torch.float32)), bound), bound)
@@ -203,13 +203,13 @@ class Readable(Batched):
         evidence = Evidence(self.spanned(home, bound), residual)
         return criterion.verdict(evidence), evidence
 
-    def _check_evidence(self) -> None:
+    def _check_evidence(self, call: str) -> None:
         why = self.evidence_refusal
         if why is not None:
             raise ArgumentError(
-                f"Memory.read: a memory of kind {self.kind!r} of operator {self.operator.name!r} has no evidence for a "
-                f"verdict: {why}. Read without report, keep keys and values (kind='keys') of a positive kernel, or use "
-                "an operator that solves, such as ridge."
+                f"Memory.{call}: a memory of kind {self.kind!r} of operator {self.operator.name!r} has no evidence for "
+                f"a verdict: {why}. Read without report, keep keys and values (kind='keys') of a positive kernel, or "
+                "use an operator that solves, such as ridge."
             )
 
     def _check_queries(self, call: str, q: Tensor) -> None:
