@@ -207,6 +207,16 @@ def test_best_weights_are_kept_when_asked(tmp_path):
     assert evaluate(best, Recall(), batch_size=8)["accuracy"] == result.best["accuracy"]
 
 
+@pytest.mark.parametrize("noun", ["comparison", "search"])
+def test_a_folder_of_several_runs_is_refused(tmp_path, noun):
+    (tmp_path / f"{noun}.json").write_text("{}")
+    with pytest.raises(
+        ArgumentError, match=rf"train: .* holds a {noun}, whose runs have folders of their own. Choose another folder"
+    ):
+        train(tiny_model(), Recall(), tiny_config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{noun}.json"]
+
+
 def test_tensorboard_has_each_step_once(whole):
     found = EventAccumulator(str(whole[0]))
     found.Reload()

@@ -81,8 +81,9 @@ def train(
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run, or ``stop_at_accuracy`` for a task without accuracy.
-            FolderInUseError, a kind of it: another process uses the folder.
+        ArgumentError: resume=False and the folder holds a run, the folder is that of a comparison or a search, or
+            ``stop_at_accuracy`` for a task without accuracy. FolderInUseError, a kind of it: another process uses the
+            folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
         InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
             written.
@@ -91,6 +92,11 @@ def train(
     folder = Path(directory)
     check_threads("train", threads)
     processes = processes or OneProcess()
+    for file, noun in (("comparison.json", "comparison"), ("search.json", "search")):
+        if (folder / file).exists():
+            raise ArgumentError(
+                f"train: {folder} holds a {noun}, whose runs have folders of their own. Choose another folder."
+            )
     if not resume and processes.begun(folder):
         raise ArgumentError(
             f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder."
