@@ -153,7 +153,7 @@ def test_a_file_of_another_ending_is_told_what_is_missing(tmp_path):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(FileFormatError, match=r"none\.json does not exist"):
+    with pytest.raises(FileFormatError, match=r"none\.json does not exist. Required: byte, gpt2 or"):
         tokenizers.resolve(str(tmp_path / "none.json"))
     (tmp_path / "text.json").write_text("not JSON")
     with pytest.raises(FileFormatError, match=r"text\.json"):

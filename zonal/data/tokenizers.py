@@ -162,6 +162,11 @@ class FileTokenizer(_BytePairs):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self.name = self.path.as_posix()
+        if not self.path.exists():
+            raise FileFormatError(
+                f"tokenizer: {self.path} does not exist. Required: {', '.join(_TOKENIZERS)} or a tokenizer.json, as "
+                "`zonal tokenizer` makes it."
+            )
         stored = read_json(self.path)
         with understood("tokenizer", self.path):
             model, before, after = (made(Mapping[str, Any], stored[part], part) for part in _PARTS)
