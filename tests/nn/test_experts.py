@@ -137,7 +137,7 @@ def test_a_mixture_of_attentions_is_a_conditional_on_its_parts_keys():
         (lambda: MixtureOfExperts(8, 0), "hidden=0"),
         (
             lambda: ModelConfig(5, 8, ("softmax",), heads=2, mlp="experts", experts=1),
-            "experts_per_token must be from 2 to experts=1, received 2",
+            "experts must be at least 2, received 1",
         ),
         (lambda: ModelConfig(5, 8, ("softmax",), heads=2, experts=0), "experts must be a positive integer, received 0"),
     ],

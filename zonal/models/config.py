@@ -31,9 +31,9 @@ class ModelSettings:
     """Feed-forward layer: three matrices (swiglu, koopman-gated), two (koopman), or a mixture of SwiGLUs (experts)."""
     mlp_ratio: Annotated[float, Between(1e-6, 1024)] = 8 / 3
     """Hidden size of the mlp, or of each expert, divided by dim; rounded up to a multiple of 8."""
-    experts: Annotated[int, Between(1, 4096)] = 8
+    experts: Annotated[int, Between(2, 4096)] = 8
     """With mlp experts: number of experts per block."""
-    experts_per_token: Annotated[int, Between(1, 4096)] = 2
+    experts_per_token: Annotated[int, Between(2, 4096)] = 2
     """With mlp experts: experts per token."""
     rotary: bool = False
     """Use rotary positions in every attention layer."""
@@ -131,6 +131,8 @@ class ModelConfig(ModelSettings):
         ):
             if not given and getattr(self, field) != getattr(ModelConfig, field):
                 raise ArgumentError(f"ModelConfig: {field} does nothing without {needed}. Give both or neither.")
+        if self.mlp == "experts" and self.experts < 2:
+            raise self._refuse("experts", "at least 2")
         if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
             raise self._refuse("experts_per_token", f"from 2 to experts={self.experts}")
 
