@@ -198,10 +198,11 @@ def test_another_comparison_in_the_folder(whole, changes, field):
 
 
 def test_what_does_not_change_a_number_may_change(whole):
-    again = Comparison(
-        whole[0], a_spec(title="other", command="other", training=replace(a_spec().training, keep_best=True))
-    )
-    assert [record.status for record in again.records()] == ["done"] * len(again.records())
+    training = replace(a_spec().training, checkpoint_every=1)
+    again = Comparison(whole[0], a_spec(title="other", command="other", training=training))
+    assert {record.status for record in again.records()} == {"done"}
+    with pytest.raises(ArgumentError, match="begun without keep_best"):
+        Comparison(whole[0], a_spec(training=replace(training, keep_best=True)))
 
 
 def test_folders_that_are_none(tmp_path):
@@ -591,8 +592,7 @@ def test_workers_of_a_killed_parent_stop_with_a_checkpoint(tmp_path):
     read_until(process, 5, runs=2)
     process.kill()
     process.communicate(timeout=60)
-    # the folder of a run is free once its worker has written its checkpoint
-    result = Comparison.open(folder)
+    result = Comparison.open(folder)  # a run's folder is free once its worker has written its checkpoint
     deadline = time.monotonic() + 30
     while (statuses := sorted(record.status for record in result.records())) != ["pending"] * 2 + ["stopped"] * 2:
         assert time.monotonic() < deadline, statuses

@@ -207,6 +207,19 @@ def test_best_weights_are_kept_when_asked(tmp_path):
     assert evaluate(best, Recall(), batch_size=8)["accuracy"] == result.best["accuracy"]
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_best_weights_that_were_not_kept_are_told(tmp_path, stopped):
+    """Of a run that was stopped after its first evaluation, and of a finished one."""
+    seen = []
+
+    def stop():
+        return stopped and any(isinstance(event, kinds.Evaluated) for event in seen)
+
+    train(tiny_model(), Recall(), tiny_config(), tmp_path, on_event=seen.append, should_stop=stop)
+    with pytest.raises(ArgumentError, match=r"keep_best needs .*best\.safetensors, .*step \d+\) were not kept"):
+        train(tiny_model(), Recall(), tiny_config(keep_best=True), tmp_path)
+
+
 @pytest.mark.parametrize("noun", ["comparison", "search"])
 def test_a_folder_of_several_runs_is_refused(tmp_path, noun):
     (tmp_path / f"{noun}.json").write_text("{}")

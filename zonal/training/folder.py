@@ -9,12 +9,15 @@ from typing import Any, Protocol
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import archive
 from zonal.store import read_record
-from zonal.training.config import first_difference
+from zonal.training.config import TrainConfig, first_difference
 from zonal.training.environment import folder_lock, interruptible, remove_parts
 
 
 class Spec(Protocol):
     """What is asked for; ``identity`` has the settings that may not differ."""
+
+    @property
+    def training(self) -> TrainConfig: ...
 
     def identity(self) -> dict[str, Any]: ...
 
@@ -25,8 +28,8 @@ def claimed(
     """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun:
     "comparison".
 
-    Raises: ArgumentError for a folder of other settings (the first that differs is named), for a file, and for a folder
-    of something else.
+    Raises: ArgumentError for a folder of other settings (the first that differs is named) or begun without keep_best,
+    for a file, and for a folder of something else.
     """
     if (directory / file).exists():
         stored_spec, stored = read(directory)
@@ -37,6 +40,11 @@ def claimed(
                 f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. "
                 f"Use the same settings to resume (or `zonal {call} --resume {shlex.quote(str(directory))}`), "
                 "choose another folder, or delete this one."
+            )
+        if spec.training.keep_best and not stored_spec.training.keep_best:
+            raise ArgumentError(
+                f"{call}: {directory} was begun without keep_best, so the best weights of its runs were not kept. "
+                "Leave keep_best out, or begin in another folder."
             )
         return stored
     if directory.exists() and not directory.is_dir():

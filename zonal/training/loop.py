@@ -81,9 +81,9 @@ def train(
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run, the folder is that of a comparison or a search, or
-            ``stop_at_accuracy`` for a task without accuracy. FolderInUseError, a kind of it: another process uses the
-            folder.
+        ArgumentError: resume=False and the folder holds a run, the folder is that of a comparison or a search,
+            ``keep_best`` where the run has lost its best weights, or ``stop_at_accuracy`` for a task without accuracy.
+            FolderInUseError, a kind of it: another process uses the folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
         InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
             written.
@@ -187,6 +187,7 @@ class _Run:
             self.last_checkpoint = self.saved = self.progress.step
             self.notes = self._changes(threads)
             threads = self.progress.threads
+            self.processes.first(self._require_best)
         else:
             random_state = None
             if self.curriculum is not None:
@@ -207,6 +208,15 @@ class _Run:
             self.processes.first(self._open_log)
             with self.log:
                 return self._work()
+
+    def _require_best(self) -> None:
+        """Raises: ArgumentError where the best weights are asked for and were not kept."""
+        best, path = self.progress.best, self.folder / checkpoints.BEST
+        if self.config.keep_best and best is not None and not path.exists():
+            raise ArgumentError(
+                f"train: keep_best needs {path}, but this run was begun without it, and the weights of its best "
+                f"evaluation (step {best['step']}) were not kept. Leave keep_best out, or begin in another folder."
+            )
 
     def _open_log(self) -> None:
         progress = self.progress
