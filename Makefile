@@ -101,7 +101,7 @@ bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, insta
 	@$(BIN)/python -m benchmarks.backbones
 
 bench-fidelity: $(STAMP)  ## how near feature maps come to their kernel, and the picture of docs/slay_maps.md (about 15 minutes of one core; goes on where it stopped)
-	@$(BIN)/python -m benchmarks.fidelity --resume --out results/benchmarks/fidelity.json --picture docs/fidelity.svg
+	@$(BIN)/python -m benchmarks.fidelity --threads 1 --resume --out results/benchmarks/fidelity.json --picture docs/fidelity.svg
 
 bench-recall: $(STAMP)  ## what SKA remembers by K and r, for how long and at what cost (about 8 minutes)
 	@$(BIN)/python -m benchmarks.recall --threads 1 --out results/benchmarks/recall.json

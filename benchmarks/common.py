@@ -416,25 +416,28 @@ def report(
     print(f"wrote {target}")
 
 
-def kept(out: str, resume: bool, settings: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
+def kept(out: str, resume: bool, settings: Mapping[str, Any] | None, device: torch.device) -> list[dict[str, Any]]:
     """The rows that ``out`` holds of the same settings, processor and threads, to go on from; none without ``resume``.
+    settings: None where each row has its own.
 
-    Raises: ArgumentError for rows of others.
+    Raises: ArgumentError for rows of others, FileFormatError for what is no record.
     """
     if not resume or not Path(out).is_file():
         return []
     found = store.read_json(out)
-    if found["settings"] != json.loads(json.dumps(dict(settings))):
+    with store.understood("bench", out):
+        stored, machine, rows = (found[name] for name in ("settings", "device", "rows"))
+    if settings is not None and stored != json.loads(json.dumps(dict(settings))):
         raise ArgumentError(
             f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was "
             "made with, or another --out."
         )
-    if found["device"] != describe_device(device, torch.get_num_threads()):
+    if machine != describe_device(device, torch.get_num_threads()):
         raise ArgumentError(
             f"bench: --resume goes on from {out}, which was made on another machine or with another number of threads "
             '(its "device" says which). Give --threads as then, or another --out.'
         )
-    return found["rows"]
+    return rows
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:

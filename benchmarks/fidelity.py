@@ -20,7 +20,6 @@ import torch
 
 from benchmarks import captured, common, fidelity_page, fidelity_picture
 from benchmarks.fidelity_maps import SCALES, TABLE_10, Candidate, candidates, table_10
-from zonal import store
 from zonal.algebra.link import SquaredAffine, Yat
 from zonal.errors import ArgumentError
 from zonal.evaluation import spread
@@ -443,8 +442,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.preset:
         rows = repeat_table_10(options)
     else:
-        kept = store.read_json(options.out)["rows"] if options.resume and Path(options.out).is_file() else []
-        rows = sweep(options, kept, keep)
+        rows = sweep(options, common.kept(options.out, options.resume, None, run.device), keep)
     keep(rows)
     for claim in claims(rows):
         print(

@@ -76,6 +76,13 @@ def test_fidelity_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     trained = quick(out, "--dims", "4", "--eps", "1", "--resume", "--learn", "1")
     assert any(row["family"] == "learned exponentials" and row["dim"] == 4 for row in trained)
     assert [row for row in trained if row["dim"] == 3] == [row for row in both if row["dim"] == 3]
+    record = json.loads(out.read_text())
+    out.write_text(json.dumps({**record, "device": {**record["device"], "threads": 1000}}))
+    with pytest.raises(ArgumentError, match="another number of threads"):
+        quick(out, "--dims", "4", "--eps", "1", "--resume")
+    out.write_text("{}")
+    with pytest.raises(FileFormatError, match="'settings' is missing"):
+        quick(out, "--dims", "4", "--eps", "1", "--resume")
 
 
 def test_fidelity_says_which_promises_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
