@@ -151,6 +151,7 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare --task text --data short.txt", "is too short"),
         ("compare --task text --data ''", "--data is empty"),
         ("compare --task text --tokenizer bpe", "unknown tokenizer 'bpe'. Did you mean 'byte'?"),
+        ("generate --model nowhere --prompt x", "generate: nowhere does not exist. Required: the folder of a run"),
         ("compare --resume nowhere", "nowhere holds no comparison"),
         (
             "compare --resume there --seeds 5 --steps 9 --jobs 2",

@@ -67,6 +67,8 @@ class Codec:
 
 def checkpoint_in(path: Path, command: str = "generate") -> Path:
     """The file itself, or the checkpoint of a run's folder. Raises: FileFormatError when there is none."""
+    if not path.exists():
+        raise FileFormatError(f"{command}: {path} does not exist. Required: the folder of a run, or a checkpoint file.")
     if not path.is_dir():
         return path
     found = path / "checkpoint.safetensors"
