@@ -234,7 +234,7 @@ def test_a_damaged_record_is_not_packed(tmp_path, text):
 
 
 def test_what_is_there_is_not_replaced(folder, packed, tmp_path):
-    with pytest.raises(ArgumentError, match="there already"):
+    with pytest.raises(ArgumentError, match=r"there already\. Choose a new folder\.$"):
         packing.pack(folder, packed)
     with pytest.raises(ArgumentError, match="packed already"):
         packing.pack(packed, tmp_path / "y")

@@ -55,7 +55,7 @@ def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     source, target = Path(folder), Path(out)
     _check_kind(source)
     if target.exists():
-        raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
+        raise ArgumentError(f"pack: {target} is there already. Choose a new folder.")
     if (source / archive.NAME).is_file():
         raise ArgumentError(f"pack: {source} is packed already (it has {archive.NAME}). Copy the folder as it is.")
     contents = _kept(source)
