@@ -200,6 +200,8 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made()
     with pytest.raises(ArgumentError, match=r"a converted model is required, received Model. Call hf.convert"):
         hf.operators(model)
+    with pytest.raises(ArgumentError, match="layers of self-attention is required, received str"):
+        hf.convert("SmolLM2-135M")
     with pytest.raises(ArgumentError, match="layers of self-attention is required, received Linear"):
         hf.convert(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="Layer has no operator"):

@@ -48,8 +48,9 @@ def operators(model: nn.Module) -> list[Operator]:
 
 def layers_of(call: str, model: nn.Module) -> list[Any]:
     """The layers of self-attention, in their order."""
-    layers = [module for module in model.modules() if hasattr(module, "is_causal") and head_dim(module) is not None]
-    if not layers or not isinstance(model, PreTrainedModel):
+    modules = model.modules() if isinstance(model, PreTrainedModel) else ()
+    layers = [module for module in modules if hasattr(module, "is_causal") and head_dim(module) is not None]
+    if not layers:
         raise ArgumentError(
             f"{call}: a model of transformers with layers of self-attention is required, received "
             f"{type(model).__name__}. Its layers of attention must have is_causal and a size of heads, as Llama's; "
