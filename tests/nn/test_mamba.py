@@ -369,7 +369,11 @@ def test_weights_by_other_names_and_what_does_not_fit():
     [
         (lambda: Mamba2(0), ArgumentError, "nn.Mamba2: dim must be a positive integer, received 0"),
         (lambda: Mamba2(12, state=2.5), ArgumentError, "state must be a positive integer"),
-        (lambda: Mamba2(12, head_dim=7), ArgumentError, r"head_dim must divide expand · dim = 24, received head_dim=7"),
+        (
+            lambda: Mamba2(12, head_dim=7),
+            ArgumentError,
+            r"head_dim must divide expand · dim = 24, received head_dim=7. Give another",
+        ),
         (lambda: Mamba2(12, head_dim=4, groups=4), ArgumentError, "groups must divide the 6 heads"),
         (lambda: Mamba2(12, head_dim=4, conv=1), ArgumentError, "width >= 2"),
         (lambda: Mamba2(12, head_dim=4, step_limit=(1.0, 0.5)), ArgumentError, "step_limit must be"),

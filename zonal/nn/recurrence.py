@@ -53,7 +53,8 @@ class Sizes:
                 raise ArgumentError(f"{self.call}: {name} must be a positive integer, received {value!r}.")
         if self.inner % self.head_dim:
             raise ArgumentError(
-                f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}."
+                f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}. "
+                "Give another head_dim or dim."
             )
         if self.heads % self.groups:
             raise ArgumentError(
