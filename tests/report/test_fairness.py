@@ -81,7 +81,7 @@ def test_when_nobody_learned_nobody_leads(tmp_path):
     summary = summary_of(folder)
     assert summary.ranking == ()
     assert summary.headline.startswith(
-        "All operators are not trained far enough to compare: Squared affine reaches accuracy 0.6"
+        "No operator is trained far enough to compare: Squared affine reaches accuracy 0.6"
     )
     report.write(folder)
 

@@ -261,7 +261,10 @@ def _words(
             f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best.mean, best.deviation)}, "
             f"a guess {formats.number(data.guess.value)}"
         )
-        return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (
+        nobody = (
+            f"This operator is {NOT_LEARNED}" if len(unlearned) == 1 else "No operator is trained far enough to compare"
+        )
+        return f"{nobody}: {best_of}.", (
             *note,
             *state,
         )
