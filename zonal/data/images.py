@@ -68,10 +68,8 @@ def fashion_mnist(folder: str | os.PathLike[str] = FASHION_MNIST) -> tuple[Image
 
 
 def _part(folder: Path, name: str) -> Images:
-    pixels, labels = (
-        read_idx(folder / f"{name}-images-idx3-ubyte.gz"),
-        read_idx(folder / f"{name}-labels-idx1-ubyte.gz"),
-    )
+    pixels = read_idx(folder / f"{name}-images-idx3-ubyte.gz")
+    labels = read_idx(folder / f"{name}-labels-idx1-ubyte.gz")
     if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(labels):
         raise FileFormatError(
             f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, "

@@ -226,10 +226,8 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
             torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)
         ).to(torch.int32)
     if key_mask is None:
-        index, present = (
-            torch.arange(keys, dtype=torch.int32, device="cpu")[None],
-            torch.tensor([keys], dtype=torch.int32, device="cpu"),
-        )
+        index = torch.arange(keys, dtype=torch.int32, device="cpu")[None]
+        present = torch.tensor([keys], dtype=torch.int32, device="cpu")
         return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
     # intervals become intervals of places among the keys that are there
     index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)

@@ -45,9 +45,8 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
                 f"load {KIND}: {path} holds an unknown entry {name!r}. It was not written by this library."
             )
         groups[group][rest] = tensor
-    if not any(
-        tensor.dtype == torch.bool for tensor in groups["memory"].values()
-    ):  # with a mask there are padded tokens, which may hold anything
+    # with a mask there are padded tokens, which may hold anything
+    if not any(tensor.dtype == torch.bool for tensor in groups["memory"].values()):
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise FileFormatError(

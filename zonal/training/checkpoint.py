@@ -163,10 +163,8 @@ def load_model(path: str | Path) -> tuple[LanguageModel, dict[str, Any]]:
             )
         config = ModelConfig.from_dict(identity["model"])
         weights = _section(tensors, "model/")
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("meta"),
-        ):  # whatever sizes the file states, nothing of them is made before they are those of its weights
+        # whatever sizes the file states, nothing of them is made before they are those of its weights
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
             _same_shapes(Path(path), weights, dict(class_of(config)(config).state_dict()))
         _finite(weights)
         dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32

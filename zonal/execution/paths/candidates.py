@@ -46,10 +46,9 @@ def places(
 ) -> Candidates:
     """``places`` of the kernel by torch, on any device."""
     keys, groups = held.shape[3], asked.shape[1] // held.shape[1]
-    held = (
-        held.long() if key_mask is None else torch.where(key_mask[:, None, None], held.long(), hashing.CODES)
-    )  # in no query's bucket
-    size = keys + 1
+    held, size = held.long(), keys + 1
+    if key_mask is not None:  # padding is in no query's bucket
+        held = torch.where(key_mask[:, None, None], held, hashing.CODES)
     ranked, order = (held * size + torch.arange(keys, device=held.device)).sort(-1)
     base = asked.long() * size
     ranked = ranked.repeat_interleave(groups, 1) if groups > 1 else ranked

@@ -59,9 +59,8 @@ class Rule(NamedTuple):
             absorb = [Step(s, min(s + block, keys), 0, 0, False) for s in range(0, keys, block)]
             return (*absorb, *(Step(0, 0, t, min(t + block, queries), False) for t in range(0, queries, block)))
         base = self.offset
-        if (
-            self.chunk is not None
-        ):  # the first query's chunk starts before it, and none of that chunk's keys may be carried to it
+        if self.chunk is not None:
+            # the first query's chunk starts before it, and none of that chunk's keys may be carried to it
             base = self.offset // self.chunk * self.chunk
             block = self.chunk * max(1, block // self.chunk)
         steps = [Step(s, min(s + block, base), 0, 0, False) for s in range(0, base, block)]

@@ -192,19 +192,15 @@ class _Sparse(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Candidates, parts: _Parts
     ) -> Tensor:
-        y, least, whole = (
-            q.new_zeros(*q.shape[:3], v.shape[3]),
-            q.new_empty(*q.shape[:3], 1, 1),
-            q.new_empty(*q.shape[:3], 1, 1),
-        )
+        y = q.new_zeros(*q.shape[:3], v.shape[3])
+        least, whole = (q.new_empty(*q.shape[:3], 1, 1) for _ in range(2))
         for span in _spans(q, k, v, found, parts.reach) if k.shape[2] else ():
             met = _meet(parts, q, k, v, found, span)
             least[:, :, span] = parts.anchor.least(met.kernel)
             kept = met.kernel.masked_fill(met.kernel < least[:, :, span], float("-inf"))
             total = kept.logsumexp(-1, keepdim=True)
-            whole[:, :, span] = torch.where(
-                total == float("-inf"), float("inf"), total
-            )  # a row that meets no key is zero
+            # a row that meets no key is zero
+            whole[:, :, span] = torch.where(total == float("-inf"), float("inf"), total)
             y[:, :, span] = ((kept - whole[:, :, span]).exp() @ met.v).squeeze(-2)
         ctx.found, ctx.parts = found, parts
         ctx.save_for_backward(q, k, v, y, least, whole)

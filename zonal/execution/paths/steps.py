@@ -391,10 +391,8 @@ class RidgeSteps(Compiled):
         super().__init__(call)
         bound, anchor, self._clipped = call.bound, cast(Ridge, call.bound.anchor), clipped_of(call)
         batch, kv_heads, _, value_dim = self.sizes
-        clipped, shape = (
-            self._clipped or Clipped(1.0, None),
-            (batch, self.heads, kv_heads, width_of(bound, call.head_dim), value_dim),
-        )
+        clipped = self._clipped or Clipped(1.0, None)
+        shape = batch, self.heads, kv_heads, width_of(bound, call.head_dim), value_dim
         powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64, device="cpu")
         with torch.no_grad():
             scale = query_scale(call, anchor, clipped).contiguous()

@@ -66,10 +66,8 @@ def refusal(call: Call) -> str | None:
 
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
     """(sequences, queries, keys) computed at once, in one tile for H heads. rows: whole rows are kept meanwhile."""
-    query_block, key_block = (
-        min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)),
-        min(_KEYS, max(keys, 1)),
-    )
+    query_block = min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1))
+    key_block = min(_KEYS, max(keys, 1))
     if rows:
         query_block = max(1, min(query_block, _ROW_ELEMENTS // max(heads * keys, 1)))
     return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block

@@ -141,12 +141,8 @@ def _present(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _column(call: Call) -> Tensor:
     """The key bias (B, H, S) in the computing type, zero without one."""
     assert call.marginals is not None
-    col = call.bias.col
-    return (
-        torch.zeros_like(call.marginals.key)
-        if col is None
-        else col.to(call.marginals.key).expand_as(call.marginals.key).clamp_min(ABSENT)
-    )
+    key, col = call.marginals.key, call.bias.col
+    return torch.zeros_like(key) if col is None else col.to(key).expand_as(key).clamp_min(ABSENT)
 
 
 class _Passes(Protocol):
@@ -187,11 +183,9 @@ class _Compiled:
         self._q, self._k, self._slope = q, k, call.bias.slope
         self._scale, self._none, self._empty = q.new_ones(q.shape[1]), q.new_zeros(q.shape[1], 0), q.new_empty(0)
         seen, code, window = call.visibility, _code(call), call.window
-        left, right = (
-            (None, None)
-            if window is None
-            else (window.left, q.shape[2] + seen.keys if window.right is None else window.right)
-        )
+        left = right = None
+        if window is not None:
+            left, right = window.left, q.shape[2] + seen.keys if window.right is None else window.right
         self._edges = seen.edges if seen.packed else None
         self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
         self._along = replace(self._across, left=right, right=left)
@@ -237,9 +231,8 @@ class _Torch:
     """Passes by torch's tiles, for every score."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        if not bool(
-            q.isfinite().all() and k.isfinite().all()
-        ):  # a tile's row that is no number looks like one that sees nothing
+        # a tile's row that is no number looks like one that sees nothing
+        if not bool(q.isfinite().all() and k.isfinite().all()):
             raise NonFiniteError(
                 f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and "
                 "keys. Look for them in q and k."
@@ -365,9 +358,8 @@ class _Transport(torch.autograd.Function):
         if anchor.on_limit == "error":
             _check_solved(anchor, torch.where(slope_n > 0, dcol - n * beta * (1 / slope_n - 1), 0), c)
         dmu, dnu = -m * met, dcol + n * beta
-        if (
-            anchor.by_kernel
-        ):  # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
+        # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
+        if anchor.by_kernel:
             dmu, dnu = dmu - (1 - slope_m) * (r - m * met), n * beta
         return dq, dk, dv, dcol, dmu, dnu, None, None
 

@@ -52,10 +52,8 @@ def hierarchical(call: Call) -> Tensor:
     mean = real.to(y) / count.clamp_min(1)[..., None]
     q, k, v = ((mean[..., None, :] @ x).squeeze(-2) for x in (q, k, v))
     bias, total = ((mean * x).sum(-1) for x in (bias, total))
-    factor, added = (
-        torch.ones_like(total),
-        torch.zeros_like(v),
-    )  # of each smallest block: what its own is multiplied by, and what comes from others
+    # of each smallest block: what its own is multiplied by, and what comes from others
+    factor, added = torch.ones_like(total), torch.zeros_like(v)
     below = 1
     for child, parent in itertools.pairwise(spans):
         nodes = q.shape[2]
