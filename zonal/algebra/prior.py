@@ -250,9 +250,19 @@ class Visibility:
         return self.intervals.position
 
     @property
+    def borders(self) -> Tensor | None:
+        """``edges`` where there are several documents, else None."""
+        return self.edges if self.edges is not None and self.edges.shape[0] > 2 else None
+
+    @property
     def packed(self) -> bool:
         """Whether there are several documents."""
-        return self.edges is not None and self.edges.shape[0] > 2
+        return self.borders is not None
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return 1 if self.borders is None else self.borders.shape[0] - 1
 
     def tail(self, first: int) -> "Visibility":
         """Without the first queries."""

@@ -44,11 +44,7 @@ def marginals_of(
     if not operator.anchor.couples:
         return None
     if operator.anchor.family == "tree" and (queries != keys or seen.packed):
-        what = (
-            f"{seen.edges.shape[0] - 1} packed documents"
-            if seen.packed and seen.edges is not None
-            else f"{queries} queries and {keys} keys"
-        )
+        what = f"{seen.documents} packed documents" if seen.packed else f"{queries} queries and {keys} keys"
         raise ArgumentError(
             f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same "
             f"tokens, one tree for each sequence; received {what}. "
@@ -71,14 +67,12 @@ def marginals_of(
                 f"attention: {name} is positive for {whom} that {rule}, so that no plan has these masses. "
                 "Set it to 0 where key_padding_mask or a window hides everything."
             )
-    place = [torch.zeros(n, dtype=torch.int64, device=device) for n in (queries, keys)]
-    documents = 1
-    if seen.packed:
-        assert seen.edges is not None
-        documents = seen.edges.shape[0] - 1
-        place = [torch.bucketize(torch.arange(n), seen.edges[1:], right=True).to(device) for n in (queries, keys)]
+    if seen.borders is None:
+        place = [torch.zeros(n, dtype=torch.int64, device=device) for n in (queries, keys)]
+    else:
+        place = [torch.bucketize(torch.arange(n), seen.borders[1:], right=True).to(device) for n in (queries, keys)]
     totals = [
-        mass.new_zeros(batch, heads, documents).index_add(2, where, mass)
+        mass.new_zeros(batch, heads, seen.documents).index_add(2, where, mass)
         for mass, where in zip((mu, nu), place, strict=True)
     ]
     both = (totals[0] > 0) & (totals[1] > 0)
@@ -177,10 +171,8 @@ def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tens
     if decay is not None:
         running = decay.cumsum(-1)
         running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
-        row, col = (
-            running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None,
-            -running,
-        )
+        keys = running.shape[-1]
+        row, col = running[..., seen.position.clamp(0, keys - 1)] if keys else None, -running
     if key_bias is not None:
         extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
         col = extra.double() if col is None else col + extra

@@ -82,12 +82,11 @@ def shape_of(call: Call) -> Shape:
     """The shape of a prepared call."""
     batch, heads, queries, keys, dim, value_dim = call.shape
     seen, held = call.visibility, call.held
-    documents = seen.edges.shape[0] - 1 if seen.packed and seen.edges is not None else 1
     return Shape(
         batch, heads, call.bound.kv_heads, queries, keys, dim, value_dim, call.head_dim,
         call.coefficients.dtype.itemsize, call.device, call.tags, call.bound, call.coefficients.shape[0],
         call.coefficients.shape[0] if call.coefficients.requires_grad else 0,
-        _pairs(call, queries, keys + (0 if held is None or held.kind != "keys" else held.tokens)), documents,
+        _pairs(call, queries, keys + (0 if held is None or held.kind != "keys" else held.tokens)), seen.documents,
         call.causal, call.chunk, call.window, seen.key_mask is not None, call.biased, call.recorded,
         0 if held is None else held.tokens, held is not None, call.kind,
     )  # fmt: skip
@@ -96,8 +95,8 @@ def shape_of(call: Call) -> Shape:
 def _pairs(call: Call, queries: int, keys: int) -> float:
     """How many (query, key) pairs of a head the rules allow, about: the key mask apart."""
     seen, window = call.visibility, call.window
-    if seen.packed and seen.edges is not None:
-        lengths = seen.edges.diff().double()
+    if seen.borders is not None:
+        lengths = seen.borders.diff().double()
         total = float(lengths.square().sum()) / (2 if call.causal else 1)
     elif call.causal:  # the last queries of the keys
         total = queries * (keys - queries / 2 + 0.5) if queries <= keys else keys * keys / 2

@@ -80,7 +80,7 @@ def tiled(call: Call) -> Tensor:
     assert waves is not None
     weights = weights.expand(*q.shape[:3], -1)
     coefficients = call.coefficients.flatten(1).T.expand(q.shape[1], -1)
-    edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None
+    edges = None if seen.borders is None else seen.borders.to(q.device)
     inputs = DistanceInputs(q, k, v, weights, coefficients, seen.key_mask, edges)
     return distance(inputs, DistanceSpec(tile.rules(call, CODE), terms, waves))[0]
 

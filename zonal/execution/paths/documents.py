@@ -16,9 +16,9 @@ from zonal.execution.call import Call, Prepared
 
 def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
     """y of a packed call (batch 1) from ``run`` on groups of documents."""
-    assert call.visibility.edges is not None
+    assert call.visibility.borders is not None
     groups: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(call.visibility.edges.tolist()):
+    for start, end in itertools.pairwise(call.visibility.borders.tolist()):
         groups.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
     parts, places = [], []
     for members in groups.values():

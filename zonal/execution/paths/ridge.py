@@ -84,9 +84,9 @@ def chunked(call: Call) -> tuple[Tensor, Memory | None]:
     if plain(*given) and not recorded(given):
         y, _ = read(given, places_of(seen, k.shape[2]), spec)
     else:
-        start, edges = (seen.segment_start, seen.edges) if seen.packed else (None, None)
-        seen_by = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": edges}
-        y, _ = ridge(given._replace(**seen_by), spec)
+        start = seen.segment_start if seen.packed else None
+        rules = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": seen.borders}
+        y, _ = ridge(given._replace(**rules), spec)
     return y.to(call.dtype), None if memory is None else memory.extended(call.new_tokens)
 
 

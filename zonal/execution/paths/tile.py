@@ -165,7 +165,7 @@ def tiled(call: Call) -> Tensor:
         fused, (q, k, v) = Fused(False, 1.0), prepared(call)
     else:
         q, k, v = call.raw[:3]
-    edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None
+    edges = None if seen.borders is None else seen.borders.to(q.device)
     scale = scale_of(fused, call.shape[1], q.device)
     row, col, slope = call.bias.row, call.bias.col, call.bias.slope
     inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, row, col, slope)

@@ -183,15 +183,15 @@ class _Compiled:
         self._q, self._k, self._slope = q, k, call.bias.slope
         self._scale, self._none, self._empty = q.new_ones(q.shape[1]), q.new_zeros(q.shape[1], 0), q.new_empty(0)
         seen, code, window = call.visibility, _code(call), call.window
+        self._borders = seen.borders
         left = right = None
         if window is not None:
             left, right = window.left, q.shape[2] + seen.keys if window.right is None else window.right
-        self._edges = seen.edges if seen.packed else None
         self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
         self._along = replace(self._across, left=right, right=left)
 
     def _inputs(self, q: Tensor, k: Tensor, values: Tensor, col: Tensor) -> TileInputs:
-        return TileInputs(q, k, values, self._scale, self._none, None, self._edges, None, col, self._slope)
+        return TileInputs(q, k, values, self._scale, self._none, None, self._borders, None, col, self._slope)
 
     def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         y, total, _ = forward(self._inputs(self._q, self._k, values, b), self._across)
