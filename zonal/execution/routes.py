@@ -189,21 +189,17 @@ def _whole(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
     return result
 
 
-def _scaled(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
-    return _whole(lambda call: call.scaled(run(call)))
-
-
 # Multiply-adds per second of each kind of route on a typical processor, measured on an AMD EPYC with two cores.
 _TORCH = 5e10
 _TILES, _DISTANCES, _SUMS, _RIDGE, _STEPS, _RIDGE_STEPS, _SPARSE = 1.1e11, 6e10, 1.15e11, 1.4e11, 5e10, 2e10, 6e10
 ROUTES: tuple[Route, ...] = (
     Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
-    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", False,
+    Route("tiled", "C++", _tiles, work.compiled_tiles, _whole(tile.tiled), _TILES, "sums", False,
           sources=("tile", "features")),
-    Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(tile.tiled), _TILES, "sums", True),
-    Route("tiled", "C++ distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", False,
+    Route("tiled", "Triton", _tiles, work.compiled_tiles, _whole(tile.tiled), _TILES, "sums", True),
+    Route("tiled", "C++ distances", _distances, work.distances, _whole(distance.tiled), _DISTANCES, "sums", False,
           sources=("distance",)),
-    Route("tiled", "Triton distances", _distances, work.distances, _scaled(distance.tiled), _DISTANCES, "sums", True),
+    Route("tiled", "Triton distances", _distances, work.distances, _whole(distance.tiled), _DISTANCES, "sums", True),
     Route("tiled", "torch", _torch_tiles, work.tiles, _whole(tiled.tiled), _TORCH, "sums"),
     Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _TILES, "plan",
           sources=("tile",)),

@@ -62,7 +62,7 @@ def _waves(link: Link) -> int | None:
 
 
 def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
+    """y (B, H, T, P) for a call that is not refused.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -82,7 +82,7 @@ def tiled(call: Call) -> Tensor:
     coefficients = call.coefficients.flatten(1).T.expand(q.shape[1], -1)
     edges = None if seen.borders is None else seen.borders.to(q.device)
     inputs = DistanceInputs(q, k, v, weights, coefficients, seen.key_mask, edges)
-    return distance(inputs, DistanceSpec(tile.rules(call, CODE), terms, waves))[0]
+    return call.scaled(distance(inputs, DistanceSpec(tile.rules(call, CODE), terms, waves))[0])
 
 
 __all__ = ["cuda_refusal", "refusal", "tiled", "unfit"]

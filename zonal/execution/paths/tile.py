@@ -151,7 +151,7 @@ def _code(link: Link, score: Score) -> Formula | None:
 
 
 def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P), before the anchor's factor per head, for a call that is not refused.
+    """y (B, H, T, P) for a call that is not refused.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -171,7 +171,7 @@ def tiled(call: Call) -> Tensor:
     inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, row, col, slope)
     # under vmap a tensor does not say that gradients flow through it
     inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients, row, col))
-    return tile(inputs, rules(call, code, fused, inference))[0]
+    return call.scaled(tile(inputs, rules(call, code, fused, inference))[0])
 
 
 __all__ = [
