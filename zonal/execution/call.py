@@ -14,6 +14,7 @@ from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.algebra.refusals import LEAK
+from zonal.algebra.score import Fused
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
 from zonal.memory import KeyValues, Memory, Tokens
@@ -124,9 +125,21 @@ class Call:
         return self.tokens.v
 
     @property
+    def given(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they came, or prepared where tokens have been replaced."""
+        return self.tokens if self.raw is None else self.raw[:3]
+
+    @property
+    def fused(self) -> Fused | None:
+        """The score as kernels compute it from tokens as they came; None = they get prepared ones."""
+        if self.raw is None:
+            return None
+        return self.bound.score.fused(self.bound.score.width(self.head_dim), self.bound.score_params, self.raw.scale)
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         """(B, H, T, S, D, P), with D that of prepared tokens."""
-        q, k, v = self.tokens if self.raw is None else self.raw[:3]
+        q, k, v = self.given
         dim = q.shape[3] if self.raw is None else self.bound.score.width(q.shape[3])
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3]
 
@@ -143,8 +156,7 @@ class Call:
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient may flow to queries, keys, values or what the score learned."""
-        given = self.tokens if self.raw is None else self.raw[:3]
-        return any(x.requires_grad for x in (*given, *self.bound.score_params.values()))
+        return any(x.requires_grad for x in (*self.given, *self.bound.score_params.values()))
 
     @property
     def recorded(self) -> bool:
@@ -161,9 +173,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        if self.place is not None:
-            return self.place
-        return self.tokens.q.device if self.raw is None else self.raw.q.device
+        return self.given[0].device if self.place is None else self.place
 
     @property
     def chunk(self) -> int | None:

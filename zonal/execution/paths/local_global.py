@@ -119,7 +119,7 @@ def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None
 
 
 def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
-    bound, (batch, heads, queries, _, dim, value_dim) = call.bound, call.shape
+    bound, (batch, heads, queries, _, _, value_dim) = call.bound, call.shape
     beyond, state = placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
     level = None
     if placed.far.length:
@@ -131,7 +131,7 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
         found = torch.cat([exact.total, exact.mass], -1)
         beyond = _times(found, (exact.top - height).exp()) + _times(beyond, (-height).exp())
         level = height.squeeze(-1)
-    fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
+    fused = call.fused
     if fused is None or call.raw is None or placed.moved:
         fused, q, k, v = Fused(False, 1.0), placed.q, placed.held.k.to(placed.q), placed.held.v.to(placed.q)
     else:

@@ -103,8 +103,7 @@ def _refusal(family: Family, call: Call, kinds: tuple[str, ...], other: Callable
 
 def _unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     # as they came: this kernel prepares them itself
-    given = (call.tokens if call.raw is None else call.raw)[:3]
-    if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
+    if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in call.given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
     if call.kind not in kinds:
         return f"a memory of kind {call.kind!r} is not in it"

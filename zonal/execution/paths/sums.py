@@ -78,7 +78,7 @@ def chunked(call: Call) -> tuple[Tensor, Memory | None]:
     y, final = _run(call, memory, None)
     if memory is None:
         return y, None
-    return y, carried(memory, final, Tokens(*_given(call), call.visibility.key_mask, call.log_decay))
+    return y, carried(memory, final, Tokens(*call.given[1:], call.visibility.key_mask, call.log_decay))
 
 
 def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
@@ -98,11 +98,6 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     )
 
 
-def _given(call: Call) -> tuple[Tensor, Tensor]:
-    """Keys and values, as they came where they did."""
-    return (call.k, call.v) if call.raw is None else (call.raw.k, call.raw.v)
-
-
 def _run(
     call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None
 ) -> tuple[Tensor, Tensor]:
@@ -111,8 +106,7 @@ def _run(
     code, features = tile.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
-    dim = call.shape[4]
-    fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
+    fused = call.fused
     layers = None if fused is not None or placed is not None else layers_of(call)
     if layers is not None and layers[0].left and not features.trivial:
         layers = None
@@ -173,8 +167,7 @@ def runner(call: Call) -> Runner | None:
 
     None when a call needs more than the kernel.
     """
-    bound, raw = call.bound, call.raw
-    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
+    bound, raw, fused = call.bound, call.raw, call.fused
     if (
         raw is None
         or fused is None

@@ -158,7 +158,7 @@ def tiled(call: Call) -> Tensor:
     bound, seen = call.bound, call.visibility
     code, reduction = _code(bound.link, bound.score), bound.score.dot_reduction
     assert code is not None
-    fused = None if call.raw is None else bound.score.fused(call.shape[4], bound.score_params, call.raw.scale)
+    fused = call.fused
     if reduction is not None:
         fused, (q, k), v = Fused(False, reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif fused is None or call.raw is None:
