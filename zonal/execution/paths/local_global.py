@@ -16,20 +16,22 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Row, State
 from zonal.algebra.bound import Far
+from zonal.algebra.prior import visibility
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call, check_memory, tail
 from zonal.execution.paths import tile
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.features import with_matrix
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
+from zonal.execution.paths.sums import known, link_numbers, run_kernel
 from zonal.features import feature_map
 from zonal.kernels.features import FAMILY as FEATURES
 from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
 from zonal.kernels.native import Reason
-from zonal.kernels.op import plain, recorded
+from zonal.kernels.op import recorded
 from zonal.kernels.sums import FAMILY as SUMS
-from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
+from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
 from zonal.memory import Memory, Tokens, WindowedSums
@@ -154,20 +156,15 @@ def _times(x: Tensor, factor: Tensor) -> Tensor:
 def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     """Sums before the window, (B, H, T, P + 1), and with a memory the state after the keys that have left it."""
     far, memory, queries = far_of(call.bound), placed.memory, call.shape[2]
-    code, features = tile.code_of(far.bound.link), feature_map(far.bound.link)
-    assert code is not None
-    assert features is not None
+    code, features = known(far.bound.link)
     keys = placed.far
     fused = far.bound.score.fused(call.shape[4], far.bound.score_params, None)
     if fused is not None and fused.normalise:  # the same for vectors of any length
         q, k = placed.q, keys.k.to(placed.q)
     else:
         fused, (q, k) = Fused(False, 1.0), _prepared(far, placed.q, keys.k.to(placed.q))
-    until = (torch.arange(1 - queries, 1) + keys.length).clamp_min(0)
-    start = torch.zeros_like(until)
     beyond = replace(call, bound=far.bound, coefficients=far.bound.coefficients.to(call.coefficients))
-    rows = tile.rows_of(beyond, code)
-    monomials = far.bound.link.monomials(beyond.coefficients).to(rows).flatten(1).T.expand(rows.shape[0], -1)
+    rows, monomials = link_numbers(beyond, code)
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else initial.new_full((q.shape[0],), memory.count).double()
     scale = tile.scale_of(fused, rows.shape[0], q.device)
@@ -177,10 +174,9 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
         code, features.degree, features.lowest, "raw", fused.normalise, memory is not None,
         learned=beyond.coefficients.shape[0],
     )  # fmt: skip
-    if plain(*given) and not recorded(given):
-        y, _, final, _ = summed(given, places(keys.mask, start, until, None, keys.length), spec)
-    else:
-        y, _, final, _ = sums(given._replace(key_mask=keys.mask, lo=start, hi=until), spec)
+    # these keys end before the window of the last query, which sees all of them; each query before it sees one less
+    seen = visibility(queries, keys.length, (), causal=True, include_self=True, key_padding_mask=keys.mask)
+    y, final = run_kernel(given, seen, spec)
     return y, final if spec.keeps else None
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zonal.algebra.prior import Rule, Visibility, intervals_of
+from zonal.algebra.link import Link
+from zonal.algebra.prior import Bias, Rule, Visibility, intervals_of
 from zonal.algebra.score import Fused
-from zonal.execution.call import Call
+from zonal.execution.call import Call, Prepared
 from zonal.execution.paths import tile
 from zonal.execution.paths.features import layers_of, made_by
 from zonal.features import SymmetricPowers, feature_map
@@ -75,7 +76,7 @@ def chunked(call: Call) -> tuple[Tensor, Memory | None]:
     assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
     if isinstance(memory, FeatureSums) and call.chunk is not None:
         return _by_chunks(call, memory)
-    y, final = _run(call, memory, None)
+    y, final = _run(call, memory)
     if memory is None:
         return y, None
     return y, carried(memory, final, Tokens(*call.given[1:], call.visibility.key_mask, call.log_decay))
@@ -84,59 +85,69 @@ def chunked(call: Call) -> tuple[Tensor, Memory | None]:
 def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     """With a memory whose last tokens wait for their chunk to end. They come first, and the remainder waits again."""
     assert call.chunk is not None
-    new, earlier = Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias), memory.committed()
+    new, earlier = call.new_tokens, memory.committed()
     if new.length == 0:
-        return _run(call, earlier, None)[0], memory
+        return _run(call, earlier)[0], memory
     tokens = joined(memory.pending, new)
     whole = tokens.length // call.chunk * call.chunk
+    done, rest = tokens.span(0, whole), tokens.span(whole, tokens.length).map(torch.clone)
     seen = call.seen(call.q.shape[2], tokens.length, tokens.mask)
-    y, final = _run(call, earlier, (tokens.span(0, whole), seen))
+    prepared = Prepared(call.q, done.k, done.v)
+    whole_chunks = replace(
+        call, raw=None, prepared=prepared, visibility=seen, bias=Bias(), key_bias=done.key_bias, shared=None
+    )
+    y, final = _run(whole_chunks, earlier)
     after = carried(earlier, final, tokens)
     assert isinstance(after, FeatureSums)
-    return y, replace(
-        after, pending=tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None
-    )
+    return y, replace(after, pending=rest if rest.length else None)
 
 
-def _run(
-    call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None
-) -> tuple[Tensor, Tensor]:
-    """y, and with a memory the state after the last key. placed: prepared keys and who sees them, if not the call's."""
-    bound, seen = call.bound, call.visibility
-    code, features = tile.code_of(bound.link), feature_map(bound.link)
-    assert code is not None
-    assert features is not None
-    fused = call.fused
-    layers = None if fused is not None or placed is not None else layers_of(call)
+def _run(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Tensor]:
+    """y, and with a memory the state after the last key."""
+    bound, raw, fused = call.bound, call.raw, call.fused
+    code, features = known(bound.link)
+    layers = layers_of(call) if fused is None else None
     if layers is not None and layers[0].left and not features.trivial:
         layers = None
-    key_bias = call.key_bias
-    if placed is not None:
-        fused, q, (k, v, _, _, key_bias), seen = None, call.q, placed[0], placed[1]
-    elif fused is not None and call.raw is not None:
-        q, k, v = call.raw[:3]
+    if fused is not None:
+        q, k, v = call.given
     else:
+        fused = Fused(False, 1.0)
         q, k, v = call.tokens if layers is None else made_by(layers, call)
-    fused = fused or Fused(False, 1.0)
     spec = _spec(call, code, features, fused, memory is not None)
     if layers is not None:
         spec = replace(spec, left=layers[0].left, nodes=layers[0].nodes)
     scale = tile.scale_of(fused, call.shape[1], q.device)
-    if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
+    if call.shared is not None and raw is not None and q is raw.q and not scale.requires_grad:
         q, k = call.shared
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
-    given = SumsInputs(q, k, v, scale, *_numbers(call, code), initial, before, call.log_decay, key_bias)
-    if plain(*given) and not recorded(given):
-        y, _, final, _ = summed(given, places_of(seen, k.shape[2]), spec)
-    else:
-        mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-        start = seen.segment_start if seen.packed else None
-        y, _, final, _ = sums(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
+    given = SumsInputs(q, k, v, scale, *link_numbers(call, code), initial, before, call.log_decay, call.key_bias)
+    y, final = run_kernel(given, call.visibility, spec)
     return call.scaled(y), final
 
 
-def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
+def run_kernel(given: SumsInputs, seen: Visibility, spec: SumsSpec) -> tuple[Tensor, Tensor]:
+    """y, and the state after the last key where ``spec`` keeps it. given: all but who sees whom, which is ``seen``."""
+    keys = given.k.shape[2]
+    if plain(*given) and not recorded(given):
+        y, _, final, _ = summed(given, places_of(seen, keys), spec)
+    else:
+        mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
+        start = seen.segment_start if seen.packed else None
+        y, _, final, _ = sums(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
+    return y, final
+
+
+def known(link: Link) -> tuple[Formula, SymmetricPowers]:
+    """The formula and the features of a link that is not refused."""
+    code, features = tile.code_of(link), feature_map(link)
+    assert code is not None
+    assert features is not None
+    return code, features
+
+
+def link_numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
     rows = tile.rows_of(call, code)
     return rows, call.bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(call.shape[1], -1)
@@ -175,14 +186,12 @@ def runner(call: Call) -> Runner | None:
         or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None
     ):
         return None
-    code, features = tile.code_of(bound.link), feature_map(bound.link)
-    assert code is not None
-    assert features is not None
+    code, features = known(bound.link)
     scale = tile.scale_of(fused, bound.heads, call.device).float().contiguous()
-    rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
+    rows, monomials = (x.float().contiguous() for x in link_numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
     run = prepared(SumsInputs(*raw[:3], scale, rows, monomials), seen, spec)
     return lambda q, k, v: None if switched_off() else run(q, k, v)[0]
 
 
-__all__ = ["Runner", "chunked", "cuda_refusal", "places_of", "refusal", "runner"]
+__all__ = ["Runner", "chunked", "cuda_refusal", "known", "link_numbers", "places_of", "refusal", "run_kernel", "runner"]
