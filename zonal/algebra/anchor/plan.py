@@ -159,6 +159,7 @@ class PlanAnchor(Anchor, abstract=True):
         a, b = weighted(marginals.query, f), weighted(marginals.key, g)
         return stepped(self.key_step, columns(a, b) - b, marginals.key)
 
+    @untraced  # how often it goes round depends on numbers, which a tracer does not have
     def potentials(self, marginals: Marginals, rows: Sums, columns: Sums) -> Potentials:
         """Alternate both rules until the potentials converge.
 
@@ -168,9 +169,6 @@ class PlanAnchor(Anchor, abstract=True):
         Raises: ConvergenceError at the limit of iterations, unless on_limit is "keep"; NonFiniteError for scores that
         are not finite.
         """
-        return _iterated(self, marginals, rows, columns)
-
-    def _iterated(self, marginals: Marginals, rows: Sums, columns: Sums) -> Potentials:
         start = marginals.start
         f = torch.zeros_like(marginals.query) if start is None else start.query.to(marginals.query)
         g = torch.zeros_like(marginals.key) if start is None else start.key.to(marginals.key)
@@ -237,11 +235,6 @@ class PlanAnchor(Anchor, abstract=True):
             for moved in (f, g):
                 moved.register_hook(lambda gradient: first_derivative_only(gradient, first.potential, _NO_SECOND))
         return at.query + f.to(at.query), at.key + g.to(at.key)
-
-
-# how often it goes round depends on numbers, which a tracer does not have
-_Iterated = Callable[[PlanAnchor, Marginals, Sums, Sums], Potentials]
-_iterated: _Iterated = untraced(PlanAnchor._iterated)
 
 
 def sums_of(log_kernel: Tensor) -> tuple[Sums, Sums]:

@@ -19,12 +19,11 @@ def search_of(call: Call) -> LSH:
     return cast(LSH, cast(TopK, call.bound.anchor).search)
 
 
-def _candidates(call: Call, native: bool) -> Candidates:
+@untraced  # random numbers are drawn and kept, which is nothing for a graph
+def candidates(call: Call, native: bool) -> Candidates:
     """The candidates of a call's queries. The window is the first table, with a single bucket that holds every key.
 
     native: the kernel sorts them.
-
-    Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
     """
     seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
     search = search_of(call).sized(call.k.shape[2], hashing.spaces(score))
@@ -36,9 +35,6 @@ def _candidates(call: Call, native: bool) -> Candidates:
         return kernel.places(asked, held, lo, hi, position, reach, seen.key_mask)
     lo, hi, position, reach = (x.to(call.device) for x in (lo, hi, position, reach))
     return places(asked, held, lo, hi, position, reach, seen.key_mask)
-
-
-candidates = untraced(_candidates)
 
 
 def places(

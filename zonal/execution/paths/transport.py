@@ -62,28 +62,25 @@ def _as_rows(call: Call) -> Call:
     return replace(call, bound=bound, tags=tags, bias=Bias(slope=call.bias.slope))
 
 
+# how often an iteration goes round depends on numbers, which a tracer does not have
+@untraced
 def compiled(call: Call) -> Tensor:
     """y (B, H, T, P) of a call whose anchor is a plan. Raises: BuildError when the kernel does not compile."""
-    return _iterated(call, True)
+    native_kernels.load(_code(call))
+    return _by_passes(call, _Compiled)
 
 
+@untraced
 def by_torch(call: Call) -> Tensor:
     """y (B, H, T, P) of a call whose anchor is a plan, by torch's tiles."""
-    return _iterated(call, False)
+    return _by_passes(call, _Torch)
 
 
-def _by_passes(call: Call, kernel: bool) -> Tensor:
+def _by_passes(call: Call, passes: "type[_Compiled] | type[_Torch]") -> Tensor:
     marginals = call.marginals
     assert marginals is not None
-    if kernel:
-        native_kernels.load(_code(call))
     q, k, v = _present(call)
-    passes = _Compiled if kernel else _Torch
     return call.scaled(_Transport.apply(q, k, v, _column(call), marginals.query, marginals.key, call, passes))
-
-
-# how often it goes round depends on numbers, which a tracer does not have
-_iterated = untraced(_by_passes)
 
 
 def _code(call: Call) -> Formula:
