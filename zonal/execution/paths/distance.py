@@ -35,8 +35,8 @@ def unfit(call: Call) -> Reason:
     score, link = call.bound.score, call.bound.link
     # prepared queries have their weights in front
     dim = call.shape[4] if call.raw is not None else call.k.shape[3]
-    if tile.too_wide(dim, call.shape[5]):
-        return tile.too_wide(dim, call.shape[5])
+    if (reason := tile.too_wide(dim, call.shape[5])) is not None:
+        return reason
     terms = score.terms(dim)
     if terms is None:
         metric = type(getattr(score, "metric", score)).__name__
@@ -46,8 +46,8 @@ def unfit(call: Call) -> Reason:
     waves = _waves(link)
     if waves is None or waves > WAVES:
         return f"link {type(link).__name__} is not in it (Exp is, and Oscillatory of up to {WAVES} waves)"
-    if tile.other_anchor(call):
-        return tile.other_anchor(call)
+    if (reason := tile.other_anchor(call)) is not None:
+        return reason
     if call.biased:
         return "log priors (decay, ALiBi, key biases) are not in it"
     return torch_func.refusal()

@@ -37,8 +37,8 @@ def other_ridge(call: Call) -> Reason:
 
 
 def _unfit(call: Call) -> Reason:
-    if other_ridge(call):
-        return other_ridge(call)
+    if (reason := other_ridge(call)) is not None:
+        return reason
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if call.biased:

@@ -44,8 +44,8 @@ def refusal(call: Call) -> Reason:
 def _unfit(call: Call, code: Formula | None) -> Reason:
     if code is None:
         return f"link {type(call.bound.link).__name__} has no formula for it"
-    if tile.other_anchor(call):
-        return tile.other_anchor(call)
+    if (reason := tile.other_anchor(call)) is not None:
+        return reason
     if call.bias.slope is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"
     if call.held is not None and call.held.kind not in ("features", "decayed"):

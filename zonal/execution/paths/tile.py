@@ -70,8 +70,8 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         return f"link {type(link).__name__} has no formula for it" + (
             "" if score.bilinear else f" with score {type(score).__name__} (link Exp has)"
         )
-    if other_anchor(call):
-        return other_anchor(call)
+    if (reason := other_anchor(call)) is not None:
+        return reason
     if call.biased and call.device.type == "cuda":
         return "log priors (decay, ALiBi, key biases) are not in it on CUDA"
     if call.biased and torch_func.active():
