@@ -233,7 +233,7 @@ def lowered(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return autocast(q, kind), autocast(k, kind), autocast(v, kind)
 
 
-def checked(
+def check_tokens(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
 ) -> None:
     """Raise ArgumentError naming the argument, what was required and what came."""
@@ -311,44 +311,19 @@ def prepare(
         raise ArgumentError(f"attention: scale must be a finite number or None, received {scale!r}.")
     check_tensors("attention", {"cu_seqlens": cu_seqlens}, optional=True)
     shared, (q, k) = (q, k), spread(q, k, v)
-    checked(q, k, v, key_padding_mask, log_decay, key_bias)
+    check_tokens(q, k, v, key_padding_mask, log_decay, key_bias)
     if key_padding_mask is not None:  # whatever padding holds, NaN included, is in no product, here or in the gradients
         hidden = ~key_padding_mask[:, None, :, None]
         shared, v = (shared[0], shared[1].masked_fill(hidden, 0)), v.masked_fill(hidden, 0)
         k = spread(*shared, v)[1]
         key_bias = None if key_bias is None else key_bias.masked_fill(hidden[..., 0], 0)
-    operator = operator_of("attention", operator)
-    operator = operator.for_dim(q.shape[3])
+    operator = operator_of("attention", operator).for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
-    if torch_func.mapped(cu_seqlens):
-        raise ArgumentError(
-            "attention: cu_seqlens must be the same for all elements of torch.func.vmap. "
-            "Call attention once for each packing."
-        )
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise ArgumentError(
-            f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. "
-            "Concatenate the documents along the tokens."
-        )
-    if scale is not None and (bound.link.domain is not None or tags.solves):
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
-        )
-    if log_decay is not None and (reason := untaken(operator, "log_decay")) is not None:
-        raise ArgumentError(f"attention: {reason}")
-    if key_bias is not None and (reason := untaken(operator, "key_bias")) is not None:
-        raise ArgumentError(f"attention: {reason}")
-    if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
-        require_values(
-            ~torch.isneginf(key_bias).any(),
-            f"attention: anchor {type(bound.anchor).__name__} couples queries and needs a key_bias above -inf. "
-            "Hide keys with key_padding_mask.",
-        )
-    out = q.dtype
-    compute = torch.promote_types(out, torch.float32)
-    raw = Raw(q, k, v, None if scale is None else float(scale))
+    _check_packing(cu_seqlens, q.shape[0])
+    _check_taken(operator, tags, scale, log_decay, key_bias)
+    compute = torch.promote_types(q.dtype, torch.float32)
     seen = visibility(
         q.shape[2],
         k.shape[2],
@@ -359,42 +334,79 @@ def prepare(
         cu_seqlens=cu_seqlens,
     )
     decay = log_decay_of(bound, k, key_padding_mask, log_decay)
-    bias = bias_of(bound, seen, decay, key_bias)
     tied = causal or any(p.orders for p in bound.priors)
-    if tied and tags.couples:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets "
-            f"each query's weights depend on all queries, and causal=True {LEAK}."
-        )
-    if tags.window and not tied:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} has a window that ends with the query's own key, which has a "
-            "meaning only for causal=True."
-        )
-    if decay is not None and not tied:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True."
-        )
+    _check_order(operator, tags, tied, fades=decay is not None)
     return Call(
         operator=operator,
         bound=bound,
         tags=tags,
-        raw=raw,
+        raw=Raw(q, k, v, None if scale is None else float(scale)),
         prepared=None,
         coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen,
-        bias=bias,
+        bias=bias_of(bound, seen, decay, key_bias),
         log_decay=decay,
         key_bias=key_bias,
         causal=tied,
         include_self=tags.includes_self,
-        dtype=out,
+        dtype=q.dtype,
         head_dim=q.shape[3],
         shared=shared if shared[0] is not q else None,
         marginals=marginals_of(
             operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, masses
         ),
     )
+
+
+def _check_packing(cu_seqlens: Tensor | None, batch: int) -> None:
+    """Raise ArgumentError unless documents may be packed into a batch of this size."""
+    if torch_func.mapped(cu_seqlens):
+        raise ArgumentError(
+            "attention: cu_seqlens must be the same for all elements of torch.func.vmap. "
+            "Call attention once for each packing."
+        )
+    if cu_seqlens is not None and batch != 1:
+        raise ArgumentError(
+            f"attention: packed sequences (cu_seqlens) need batch size 1, received {batch}. "
+            "Concatenate the documents along the tokens."
+        )
+
+
+def _check_taken(
+    operator: Operator, tags: Tags, scale: float | None, log_decay: Tensor | None, key_bias: Tensor | None
+) -> None:
+    """Raise ArgumentError for arguments that the operator does not take."""
+    if scale is not None and (operator.link.domain is not None or tags.solves):
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
+        )
+    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
+        if given is not None and (reason := untaken(operator, name)) is not None:
+            raise ArgumentError(f"attention: {reason}")
+    if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
+        require_values(
+            ~torch.isneginf(key_bias).any(),
+            f"attention: anchor {type(operator.anchor).__name__} couples queries and needs a key_bias above -inf. "
+            "Hide keys with key_padding_mask.",
+        )
+
+
+def _check_order(operator: Operator, tags: Tags, tied: bool, fades: bool) -> None:
+    """Raise ArgumentError for an operator that needs an order of queries and has none, or the reverse."""
+    if tied and tags.couples:
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} must not be causal: its anchor {type(operator.anchor).__name__} "
+            f"lets each query's weights depend on all queries, and causal=True {LEAK}."
+        )
+    if tags.window and not tied:
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} has a window that ends with the query's own key, which has a "
+            "meaning only for causal=True."
+        )
+    if fades and not tied:
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True."
+        )
 
 
 def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, whole: bool = True) -> Call:
@@ -446,21 +458,21 @@ def following(call: Call, past: Tokens) -> Call:
 
 def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) -> Call:
     """The call on its tokens [start, stop) alone, as one document or as those of ``cu_seqlens``; T = S."""
-    part = slice(start, stop)
 
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, :, part]
+    def cut(x: Tensor) -> Tensor:
+        return x[:, :, start:stop]
 
-    raw = None
-    if call.raw is not None:
-        raw = Raw(call.raw.q[:, :, part], call.raw.k[:, :, part], call.raw.v[:, :, part], call.raw.scale)
-    tokens = Prepared(*(x[:, :, part] for x in call.tokens)) if raw is None else None
+    raw, prepared = call.raw, None
+    if raw is None:
+        prepared = Prepared(*map(cut, call.tokens))
+    else:
+        raw = Raw(cut(raw.q), cut(raw.k), cut(raw.v), raw.scale)
+    shared = None if call.shared is None else (cut(call.shared[0]), cut(call.shared[1]))
     mask = call.visibility.key_mask
-    seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, part], cu_seqlens)
-    decay, key_bias = cut(call.log_decay), cut(call.key_bias)
-    shared = None if call.shared is None else (call.shared[0][:, :, part], call.shared[1][:, :, part])
+    seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, start:stop], cu_seqlens)
+    decay, key_bias = (None if x is None else cut(x) for x in (call.log_decay, call.key_bias))
     return replace(
-        call, raw=raw, prepared=tokens, visibility=seen, bias=bias_of(call.bound, seen, decay, key_bias),
+        call, raw=raw, prepared=prepared, visibility=seen, bias=bias_of(call.bound, seen, decay, key_bias),
         log_decay=decay, key_bias=key_bias, shared=shared,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, checked, lowered, prepare, resumed, spread, weighted
+from zonal.execution.call import Call, check_memory, check_tokens, lowered, prepare, resumed, spread, weighted
 from zonal.execution.mask import log_decay_of
 from zonal.execution.numbers import check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import Steps, by_torch, compiled_steps, first_step
@@ -53,7 +53,7 @@ class StepDecoder(Decoder):
                 steps = None
         y, decay = None, given.log_decay
         if steps is not None and decay is not None:
-            checked(q, k, v, None, decay, None)
+            check_tokens(q, k, v, None, decay, None)
             decay = log_decay_of(steps.bound, k, None, decay)
         if steps is not None:
             y = steps.step(q, k, v, decay)
