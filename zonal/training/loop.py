@@ -182,8 +182,7 @@ class _Run:
     def execute(self, threads: int) -> RunResult:
         self.processes.first(lambda: remove_parts(self.folder))
         if self.processes.begun(self.folder):
-            restored = self.processes.restore(self.folder, self.model, self.optimiser, self.identity)
-            self.progress, random_state = restored
+            self.progress, random_state = self.processes.restore(self.folder, self.model, self.optimiser, self.identity)
             self.last_checkpoint = self.saved = self.progress.step
             self.notes = self._changes(threads)
             threads = self.progress.threads
@@ -226,11 +225,9 @@ class _Run:
         )  # fmt: skip
 
     def _work(self) -> RunResult:
-        self._describe_run()
         batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
         self.processes.warm_up(self.model, batch, self.config)
-        self.memory = PeakMemory(self.device)
-        self.record.peak_memory_method = self.memory.method
+        self._begin_record()
         self._write("running")
         self._announce_start()
         try:
@@ -286,9 +283,9 @@ class _Run:
             self.curriculum.hold(progress.step)
         norm = self.processes.clip(self.model, config.clip) if math.isfinite(loss) else math.nan
         if not math.isfinite(loss):
-            raise self._non_finite(f"the loss became {loss}", batch, backward=False)
+            raise self._failed_update(f"the loss became {loss}", batch, backward=False)
         if not math.isfinite(norm):
-            raise self._non_finite(f"the gradient norm became {norm} (the loss is {loss:.4g})", batch, backward=True)
+            raise self._failed_update(f"the gradient norm became {norm} (the loss is {loss:.4g})", batch, backward=True)
         set_learning_rate(self.optimiser, rate)
         with contextlib.nullcontext() if self.curriculum is None else self.curriculum.paced(progress.step):
             self.optimiser.step()
@@ -308,12 +305,12 @@ class _Run:
             )  # fmt: skip
         self.emit(events.StepDone(self.name, progress.step, config.steps, loss, rate, norm, progress.tokens, seconds))
 
-    def _non_finite(self, what: str, batch: Batch, *, backward: bool) -> NonFiniteError:
+    def _failed_update(self, what: str, batch: Batch, *, backward: bool) -> NonFiniteError:
         where = self.processes.locate(self.model, batch, self.config, backward=backward)
-        error = self._non_finite_error(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
+        error = self._non_finite(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
         return NonFiniteError(f"{error} This update was not applied.")
 
-    def _non_finite_error(self, what: str, where: str) -> NonFiniteError:
+    def _non_finite(self, what: str, where: str) -> NonFiniteError:
         path = self.folder / (checkpoints.FILE if self.processes.whole_files else SHARDS)
         good = f"{path} (step {self.last_checkpoint})" if self.last_checkpoint is not None else "none was written yet"
         return NonFiniteError(
@@ -339,7 +336,8 @@ class _Run:
         if metrics is None:
             return False
         progress.evaluated = progress.step
-        geometry = inspect.geometry(plain) if (plain := self._plain(inspect.has_geometry(self.model))) else []
+        plain = self.processes.whole(self.model) if inspect.has_geometry(self.model) else None
+        geometry = [] if plain is None else inspect.geometry(plain)
         self.log.append(
             {
                 "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds,
@@ -364,7 +362,7 @@ class _Run:
             accumulate(predictor, batch, total, self.device)
         metrics = total.result()
         if not math.isfinite(metrics["loss"]):
-            raise self._non_finite_error(
+            raise self._non_finite(
                 f"the evaluation loss became {metrics['loss']} after step {step}", self._locate_in_evaluation()
             )
         if not self.measure_end or (step < config.steps and not self._good_enough(metrics)):
@@ -414,7 +412,8 @@ class _Run:
                 "step": progress.step,
                 **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")},
             }
-            if (plain := self._plain(self.config.keep_best)) is not None:
+            plain = self.processes.whole(self.model) if self.config.keep_best else None
+            if plain is not None:
                 checkpoints.save_weights(self.folder / checkpoints.BEST, plain, self.identity, progress.step)
         if self.task.metric == "accuracy":
             for threshold, step in progress.steps_to.items():
@@ -461,14 +460,11 @@ class _Run:
     def _peak_bytes(self) -> int:
         return max(self.progress.peak_memory_bytes, self.processes.bytes(self.model) + self.memory.growth())
 
-    def _plain(self, wanted: bool) -> LanguageModel | None:
-        """The whole model where it is wanted, on the process that writes."""
-        return self.processes.whole(self.model) if wanted else None
-
-    def _describe_run(self) -> None:
-        record = self.record
+    def _begin_record(self) -> None:
+        """What the record says of the run as a whole; from now on its memory is measured."""
+        record, self.memory = self.record, PeakMemory(self.device)
         record.threads, record.device = self.progress.threads, str(self.device)
-        record.learned_before = self.progress.learned_before
+        record.learned_before, record.peak_memory_method = self.progress.learned_before, self.memory.method
 
     def _write(self, status: Status, message: str | None = None) -> None:
         record, progress = self.record, self.progress
@@ -484,7 +480,7 @@ class _Run:
 
     def _inspect(self) -> None:
         """What the model learned, into the record; once it is done, what its memories hold, into a file of its own."""
-        plain = self._plain(True)
+        plain = self.processes.whole(self.model)
         if plain is None:
             return
         self.record.learned = plain.learned()
@@ -503,9 +499,7 @@ class _Run:
             self.record = found
             self._announce_end(skipped=True)
             return self.record
-        self._describe_run()
-        self.memory = PeakMemory(self.device)
-        self.record.peak_memory_method = self.memory.method
+        self._begin_record()
         if self.measure_end and not self._add_end(threads):
             if found is not None:
                 self.record = found
