@@ -172,7 +172,8 @@ class _Run:
         self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
         _check_room(model, task, config, self.device, processes.size)
         self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
-        self.identity = {"identity": run_identity(model, task, config), "operator": operator}
+        # of every file of weights
+        self.header = {"identity": run_identity(model, task, config), "operator": operator}
         self.notes: tuple[str, ...] = ()
         self.last_checkpoint: int | None = None
         self.saved: int | None = None
@@ -182,7 +183,7 @@ class _Run:
     def execute(self, threads: int) -> RunResult:
         self.processes.first(lambda: remove_parts(self.folder))
         if self.processes.begun(self.folder):
-            self.progress, random_state = self.processes.restore(self.folder, self.model, self.optimiser, self.identity)
+            self.progress, random_state = self.processes.restore(self.folder, self.model, self.optimiser, self.header)
             self.last_checkpoint = self.saved = self.progress.step
             self.notes = self._changes(threads)
             threads = self.progress.threads
@@ -414,7 +415,7 @@ class _Run:
             }
             plain = self.processes.whole(self.model) if self.config.keep_best else None
             if plain is not None:
-                checkpoints.save_weights(self.folder / checkpoints.BEST, plain, self.identity, progress.step)
+                checkpoints.save_weights(self.folder / checkpoints.BEST, plain, self.header, progress.step)
         if self.task.metric == "accuracy":
             for threshold, step in progress.steps_to.items():
                 if step is None and value >= float(threshold):
@@ -446,7 +447,7 @@ class _Run:
         progress = self.progress
         progress.peak_memory_bytes = self._peak_bytes()
         progress.metrics_bytes, progress.metrics_sha256 = self.log.sync()
-        written = self.processes.save(self.folder, self.model, self.optimiser, progress, self.identity)
+        written = self.processes.save(self.folder, self.model, self.optimiser, progress, self.header)
         self.saved = progress.step
         self.checkpoint_clock = time.perf_counter()
         progress.checkpoint_seconds += self.checkpoint_clock - started
@@ -485,7 +486,7 @@ class _Run:
             return
         self.record.learned = plain.learned()
         if not self.processes.whole_files:
-            checkpoints.save_weights(self.folder / checkpoints.FILE, plain, self.identity, self.progress.step)
+            checkpoints.save_weights(self.folder / checkpoints.FILE, plain, self.header, self.progress.step)
         if self._finished():
             inspect.write(self.folder, plain, self.task)
 
