@@ -170,12 +170,12 @@ class Sketched(Fused):
 
     def flops(self, dim: int) -> int:
         transforms = 3 * 5 * self.size * self.size.bit_length() // 2
-        return sum(of.flops(dim) + 2 * of.dimension(dim) for of in (self.left, self.right)) + transforms
+        return sum(each.flops(dim) + 2 * each.dimension(dim) for each in (self.left, self.right)) + transforms
 
     def draw_rest(self, source: Source) -> dict[str, Tensor]:
         drawn = super().draw_rest(source)
-        for name, of in (("left", self.left), ("right", self.right)):
-            count = of.dimension(source.dim)
+        for name, factor in (("left", self.left), ("right", self.right)):
+            count = factor.dimension(source.dim)
             drawn[f"{name}hash_bucket"] = source.integers(f"{name}.bucket", self.size, source.heads, count)
             drawn[f"{name}hash_sign"] = source.signs(f"{name}.sign", source.heads, count)
         return drawn

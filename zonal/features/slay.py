@@ -102,11 +102,11 @@ class Slay(FeatureMap):
 
     @property
     def learned(self) -> tuple[str, ...]:
-        return self._names([of.learned for of in self._parts])
+        return self._names([node.learned for node in self._parts])
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        return self._names([of.chosen for of in self._parts])
+        return self._names([node.chosen for node in self._parts])
 
     def _names(self, of_nodes: list[tuple[str, ...]]) -> tuple[str, ...]:
         """Names of a node's buffers in the whole map."""
@@ -118,9 +118,9 @@ class Slay(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        of, error = self._parts[0].claim, self.rule_used.error
-        text = f"at each of {self.nodes} {self.rule} nodes: {of.text}; the quadrature itself is off by"
-        return Claim(of.kind, f"{text} {error:.3g} at most", error)
+        claim, error = self._parts[0].claim, self.rule_used.error
+        text = f"at each of {self.nodes} {self.rule} nodes: {claim.text}; the quadrature itself is off by"
+        return Claim(claim.kind, f"{text} {error:.3g} at most", error)
 
     @property
     def nonnegative(self) -> bool:
@@ -131,7 +131,7 @@ class Slay(FeatureMap):
         return self._parts[0].positive
 
     def dimension(self, dim: int) -> int:
-        return sum(of.dimension(dim) for of in self._parts)
+        return sum(node.dimension(dim) for node in self._parts)
 
     @property
     def _layered(self) -> bool:
@@ -146,7 +146,7 @@ class Slay(FeatureMap):
 
     def flops(self, dim: int) -> int:
         saved = 0 if self._once is None else (self.nodes - 1) * self._once.flops(dim)
-        return sum(of.flops(dim) + of.dimension(dim) for of in self._parts) - saved
+        return sum(node.flops(dim) + node.dimension(dim) for node in self._parts) - saved
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         used = self.rule_used
@@ -163,10 +163,10 @@ class Slay(FeatureMap):
     def draw(self, source: Source) -> dict[str, Tensor]:
         once = self._once
         drawn = {} if once is None else under("polynomial", once.draw(source.child("polynomial")))
-        for r, of in enumerate(self._parts):
-            node = source.child(f"node{r}")
-            own = of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node)
-            drawn |= under(f"node{r}", own)
+        for r, node in enumerate(self._parts):
+            own = source.child(f"node{r}")
+            made = node.draw(own) if once is None or not isinstance(node, Fused) else node.draw_rest(own)
+            drawn |= under(f"node{r}", made)
         return drawn
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
@@ -174,26 +174,26 @@ class Slay(FeatureMap):
         once = self._once
         left = None if once is None else once(x, part(buffers, "polynomial"), side)
         found = []
-        for r, of in enumerate(self._parts):
+        for r, (node, root) in enumerate(zip(self._parts, roots, strict=True)):
             own = part(buffers, f"node{r}")
-            if left is None or not isinstance(of, Fused):
-                phi = of(x, own, side)
+            if left is None or not isinstance(node, Fused):
+                phi = node(x, own, side)
             else:
-                phi = of.fuse(left, of.right(x, part(own, "right"), side), own)
-            found.append(phi * roots[r])
+                phi = node.fuse(left, node.right(x, part(own, "right"), side), own)
+            found.append(phi * root)
         return torch.cat(found, -1)
 
     def layer(self, buffers: Buffers, side: Side) -> FeatureLayer | None:
         if not self._layered:
             return None
         found = []
-        for r, log_weight in enumerate(self.rule_used.log_weights):
-            of, own = self._parts[r], part(buffers, f"node{r}")
-            node = of.right.layer(part(own, "right"), side) if isinstance(of, Fused) else of.layer(own, side)
-            assert node is not None
+        for r, (node, log_weight) in enumerate(zip(self._parts, self.rule_used.log_weights, strict=True)):
+            own = part(buffers, f"node{r}")
+            layer = node.right.layer(part(own, "right"), side) if isinstance(node, Fused) else node.layer(own, side)
+            assert layer is not None
             # in the exponent: the weight of a far node may be smaller than floats can hold
-            weighted = (each._replace(offset=each.offset + log_weight / 2) for each in node.activations)
-            found.append(node._replace(activations=tuple(weighted)))
+            weighted = (each._replace(offset=each.offset + log_weight / 2) for each in layer.activations)
+            found.append(layer._replace(activations=tuple(weighted)))
         polynomial = None if self._once is None else self._once.layer(part(buffers, "polynomial"), side)
         return side_by_side(found) if polynomial is None else product(polynomial, found)
 
