@@ -170,14 +170,15 @@ def measure(device: torch.device, budget: float = 0.02) -> Machine:
         large = torch.full((LARGE // 2,), 0.5, device=device, dtype=torch.float32)
         numbers = large[: LARGE * 3 // 16]  # as large as buffers come that are used again
         call = _AROUND * _fastest(device, lambda: x[:, :2], budget)
-        product, one = _with_threads(device, lambda: torch.matmul(x, x.mT), budget)
-        passed, two = _with_threads(device, lambda: numbers + numbers, budget)
+        product, product_contended = _with_threads(device, lambda: torch.matmul(x, x.mT), budget)
+        passed, passed_contended = _with_threads(device, lambda: numbers + numbers, budget)
         fresh = _fastest(device, lambda: large + large, budget)
-        compiled, three = _compiled(device, budget)
+        compiled, compiled_contended = _compiled(device, budget)
     products = 8 * 512 * 512 * 64 / product
     return Machine(
         name(device), threads(device), torch.__version__, products, compiled or products * 1.6,
-        8.0 * numbers.numel() / passed, 8.0 * large.numel() / fresh, call, one or two or three, memory(device),
+        8.0 * numbers.numel() / passed, 8.0 * large.numel() / fresh, call,
+        product_contended or passed_contended or compiled_contended, memory(device),
     )  # fmt: skip
 
 
@@ -192,7 +193,9 @@ def _with_threads(device: torch.device, work: Callable[[], object], budget: floa
     with choice.one_thread():
         single = _fastest(device, work, budget)
     # a fork and join of threads costs some microseconds in its own right
-    return (single / (1 + 0.7 * (many - 1)), True) if several > 1.3 * single + 2e-5 else (several, False)
+    if several <= 1.3 * single + 2e-5:
+        return several, False
+    return single / (1 + 0.7 * (many - 1)), True
 
 
 # heads and tokens of a call that keeps every thread or processor busy for some milliseconds
