@@ -12,7 +12,7 @@ from zonal.features import hashing
 def steps(s: Shape) -> Work:
     """Token by token through the verbs of a memory, by torch."""
     heads, kv, tokens = s.batch * s.heads, s.batch * s.kv_heads, max(min(s.queries, s.keys), 0)
-    prefix, back = s.keys - tokens, 1 + 2 * s.gradients
+    prefix, back = s.keys - tokens, s.back
     out = 2.0 * heads * s.queries * s.value_dim
     if s.kind == "keys":
         held = s.past + prefix + (tokens + 1) / 2
@@ -33,8 +33,8 @@ def steps(s: Shape) -> Work:
     if s.tags.solves:
         rank, shifts = rank_of(s), s.tags.shifts
         square, itemsize = kv * float(rank * rank), 8
-        remade = s.gradients or s.tags.by_query or s.tags.decays or not s.past
-        inverse = square * rank * 6.0 * (tokens if remade and not (not s.past and not s.gradients) else 1)
+        by_token = s.gradients or (s.past and (s.tags.by_query or s.tags.decays))
+        inverse = square * rank * 6.0 * (tokens if by_token else 1)  # one that tokens only update is made once
         done = 2 * kv * prefix * rank * (rank + s.value_dim) + inverse * back
         done += tokens * (square * (3 + shifts) * 2 + heads * rank * (rank * (1 + 2 * shifts) + s.value_dim)) * back
         row = tokens * square * (6 + 2 * shifts) * back
