@@ -147,7 +147,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     truth = gradients(double, exact, exact.run(double, "dense"), exact.state(double))
     called: list[int] = []
     original = sums_path._run
-    monkeypatch.setattr(sums_path, "_run", lambda call, *rest: called.append(call.shape[2]) or original(call, *rest))
+    monkeypatch.setattr(
+        sums_path, "_run", lambda call, *rest: called.append(call.shape.queries) or original(call, *rest)
+    )
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
     assert called == [b - a for a, b in itertools.pairwise(cuts)]

@@ -168,10 +168,9 @@ class SequenceParallel(Stretch):
 
     @untraced
     def attend(self, call: Call, path: str) -> Tensor:
-        queries, keys = call.shape[2:4]
-        place = self._layout(call.v, keys)
+        place = self._layout(call.v, call.shape.keys)
         place.check_local(call.visibility.edges)
-        self._check(call, queries == keys)
+        self._check(call, call.shape.queries == call.shape.keys)
         attended = fetched.attended if Memory.kind_for(call.operator, call.head_dim) == "keys" else carried.attended
         return attended(self.ranks, place, call, path)
 

@@ -45,6 +45,17 @@ class Prepared(NamedTuple):
     v: Tensor
 
 
+class Sizes(NamedTuple):
+    """B, H, T, S, D of prepared queries and keys, and P."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+
+
 class Held(NamedTuple):
     """What a call goes on from: the kind of memory and how many tokens it holds (for a window of keys: still holds)."""
 
@@ -137,11 +148,10 @@ class Call:
         return self.bound.score.fused(self.bound.score.width(self.head_dim), self.bound.score_params, self.raw.scale)
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int, int]:
-        """(B, H, T, S, D, P), with D that of prepared tokens."""
+    def shape(self) -> Sizes:
         q, k, v = self.given
         dim = q.shape[3] if self.raw is None else self.bound.score.width(q.shape[3])
-        return q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3]
+        return Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3])
 
     @property
     def biased(self) -> bool:
@@ -151,7 +161,7 @@ class Call:
     @property
     def empty(self) -> bool:
         """Whether keys or values have no numbers."""
-        return min(self.head_dim, self.shape[5]) == 0
+        return min(self.head_dim, self.shape.value_dim) == 0
 
     @property
     def requires_grad(self) -> bool:
@@ -416,8 +426,7 @@ def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, wh
     """
     if action_mask is None and key_gate is None:
         return call
-    batch, _, _, keys, _, _ = call.shape
-    shape = batch, call.bound.kv_heads, keys
+    shape = call.shape.batch, call.bound.kv_heads, call.shape.keys
     real = call.visibility.key_mask
     check_weights("attention", call.operator, shape, action_mask, key_gate, real, whole)
     if key_gate is not None and real is not None:  # padding enters no product
@@ -485,14 +494,15 @@ def tail(call: Call, first: int) -> Call:
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
     """The memory of a call's operator before its first token. ``dtype`` of keys and values: by default the result's."""
-    batch, _, _, _, _, value_dim = call.shape
-    heads = call.bound.kv_heads
-    return Memory.empty(call.operator, batch, heads, call.head_dim, value_dim, dtype or call.dtype, call.device)
+    shape, heads = call.shape, call.bound.kv_heads
+    return Memory.empty(
+        call.operator, shape.batch, heads, call.head_dim, shape.value_dim, dtype or call.dtype, call.device
+    )
 
 
 def check_carried(call: Call, count: int) -> None:
     """Raise ArgumentError unless the call can go on from a memory of ``count`` tokens, and leave one."""
-    _, _, queries, keys, _, _ = call.shape
+    queries, keys = call.shape.queries, call.shape.keys
     if call.tags.couples:
         raise ArgumentError(
             f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by "
@@ -513,9 +523,10 @@ def check_carried(call: Call, count: int) -> None:
 def check_memory(call: Call, memory: Memory) -> None:
     """Raise ArgumentError unless the call can go on from the memory."""
     check_carried(call, memory.count)
-    batch, _, queries, keys, _, value_dim = call.shape
+    shape = call.shape
+    queries = shape.queries
     if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
-        first = max(0, memory.count + keys - queries - memory.reach + 1)
+        first = max(0, memory.count + shape.keys - queries - memory.reach + 1)
         gone = memory.count - (memory.end - memory.begin)
         if first < gone:
             raise ArgumentError(
@@ -523,7 +534,7 @@ def check_memory(call: Call, memory: Memory) -> None:
                 f"but a memory with a window has dropped the first {gone}. "
                 "Pass at most as many queries as new keys, or all keys at once without a memory."
             )
-    wanted = batch, call.bound.kv_heads, call.head_dim, value_dim
+    wanted = shape.batch, call.bound.kv_heads, call.head_dim, shape.value_dim
     if tuple(memory.form[:4]) != wanted:
         raise ArgumentError(
             f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(memory.form[:4])}, "

@@ -204,7 +204,7 @@ def duration(seconds: float) -> str:
 
 def run(choice: Choice, call: Call) -> Result:
     """Run the chosen route; where its kernel cannot be built, the next one, with a warning."""
-    if call.shape[0] == 0 and call.memory is None:  # a batch of no rows: nothing to sum or to keep
+    if call.shape.batch == 0 and call.memory is None:  # a batch of no rows: nothing to sum or to keep
         return dense(call), None
     for route, other in zip(choice.routes, choice.routes[1:], strict=False):
         try:

@@ -34,8 +34,8 @@ def unfit(call: Call) -> Reason:
     """What of a call no kernel for distances takes, or None."""
     score, link = call.bound.score, call.bound.link
     # prepared queries have their weights in front
-    dim = call.shape[4] if call.raw is not None else call.k.shape[3]
-    if (reason := tile.too_wide(dim, call.shape[5])) is not None:
+    dim = call.shape.dim if call.raw is not None else call.k.shape[3]
+    if (reason := tile.too_wide(dim, call.shape.value_dim)) is not None:
         return reason
     terms = score.terms(dim)
     if terms is None:

@@ -80,9 +80,9 @@ def refusal(call: Call) -> Reason:
 def _unfit(call: Call) -> Reason:
     if call.held is not None and call.held.kind != "windowed":
         return f"a memory of kind {call.held.kind!r} is not in it"
-    if 0 in call.shape[2:4]:
+    if 0 in (call.shape.queries, call.shape.keys):
         return "it takes at least one query and one key"
-    return tile.too_wide(*call.shape[4:])
+    return tile.too_wide(call.shape.dim, call.shape.value_dim)
 
 
 def compiled(call: Call) -> tuple[Tensor, Memory | None]:
@@ -102,13 +102,13 @@ def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None
     """y, and the memory after the call's tokens. body: y of placed tokens, and the sums before the last window."""
     if call.visibility.packed:
         return by_document(call, lambda part: _run(part, body)[0]), None
-    queries, keys = call.shape[2:4]
+    queries, keys = call.shape.queries, call.shape.keys
     if queries > keys:  # the first queries come before the first key and see nothing
         y, after = _run(tail(call, queries - keys), body)
         return F.pad(y, (0, 0, queries - keys, 0)), after
     memory = call.memory
     if queries == 0:
-        y = call.q[..., :1].expand(*call.q.shape[:3], call.shape[5])  # no rows, but part of the graph
+        y = call.q[..., :1].expand(*call.q.shape[:3], call.shape.value_dim)  # no rows, but part of the graph
         return call.scaled(y), None if memory is None else memory.extended(call.new_tokens)
     placed = _placed(call)
     y, state = body(call, placed)
@@ -121,8 +121,8 @@ def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None
 
 
 def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
-    bound, (batch, heads, queries, _, _, value_dim) = call.bound, call.shape
-    beyond, state = placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
+    bound, shape = call.bound, call.shape
+    beyond, state = placed.q.new_zeros(shape.batch, shape.heads, shape.queries, shape.value_dim + 1), None
     level = None
     if placed.far.length:
         beyond, state = _summed(call, placed)
@@ -140,7 +140,7 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
         q, k, v = call.raw[:3]
     code = tile.code_of(bound.link)
     assert code is not None
-    scale = tile.scale_of(fused, heads, q.device)
+    scale = tile.scale_of(fused, shape.heads, q.device)
     bias = placed.held.key_bias
     col = None if bias is None else bias.repeat_interleave(bound.groups, 1)
     inputs = WindowInputs(q, k, v, scale, tile.rows_of(call, code), beyond, level, placed.held.mask, col)
@@ -155,10 +155,10 @@ def _times(x: Tensor, factor: Tensor) -> Tensor:
 
 def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     """Sums before the window, (B, H, T, P + 1), and with a memory the state after the keys that have left it."""
-    far, memory, queries = far_of(call.bound), placed.memory, call.shape[2]
+    far, memory, queries = far_of(call.bound), placed.memory, call.shape.queries
     code, features = known(far.bound.link)
     keys = placed.far
-    fused = far.bound.score.fused(call.shape[4], far.bound.score_params, None)
+    fused = far.bound.score.fused(call.shape.dim, far.bound.score_params, None)
     if fused is not None and fused.normalise:  # the same for vectors of any length
         q, k = placed.q, keys.k.to(placed.q)
     else:
@@ -208,7 +208,7 @@ def _placed(call: Call) -> _Placed:
     held, order = packed(held)
     place = None
     if order is not None:
-        first = held.length - call.shape[2]
+        first = held.length - call.shape.queries
         # what stands at padding is any query, and its result is not used
         q = taken(q, (order[:, first:] - first).clamp_min(0))
         place = (order.argsort(1)[:, first:] - first).clamp_min(0)
@@ -221,7 +221,7 @@ def _placed(call: Call) -> _Placed:
 
 def _opened(call: Call, placed: _Placed, opening: Leaving) -> State:
     """Sums over the first tokens, for queries whose window they have left."""
-    queries, held = call.shape[2], placed.held.length
+    queries, held = call.shape.queries, placed.held.length
     until = torch.arange(held - queries, held, device=opening.place.device) - call.tags.window
     return met(placed.q, opening.opening, opening.place[:, None] <= until[:, None])
 
@@ -249,7 +249,7 @@ def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
 
 def _banded(call: Call, placed: _Placed) -> State:
     """Sums over the window of each query, by blocks of queries and the keys that any of them sees."""
-    window, groups, queries, held = call.tags.window, call.bound.groups, call.shape[2], placed.held
+    window, groups, queries, held = call.tags.window, call.bound.groups, call.shape.queries, placed.held
     block = max(window, _FEWEST)
     count, reach = -(-queries // block), window - 1
     # the keys of the first block begin ``reach`` before its first query, those of the last may end after the last key

@@ -52,7 +52,7 @@ def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     if call.log_decay is not None:
         return "on CUDA a past that fades is not in it"
-    wide = width_of(call.bound, call.head_dim), call.shape[5]
+    wide = width_of(call.bound, call.head_dim), call.shape.value_dim
     if max(wide) > RIDGE_LARGEST:
         return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
     powers = cast(Ridge, call.bound.anchor).powers(call.bound.heads)

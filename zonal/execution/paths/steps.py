@@ -114,7 +114,7 @@ def _unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) 
         return "a memory that waits for whole chunks is not in it"
     if call.key_bias is not None or call.visibility.key_mask is not None or call.visibility.packed:
         return "key biases, key masks and packed documents are not in it"
-    queries, keys = call.shape[2:4]
+    queries, keys = call.shape.queries, call.shape.keys
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
         return (
             f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
@@ -162,10 +162,10 @@ class Compiled:
     """
 
     def __init__(self, call: Call) -> None:
-        batch, heads, _, _, _, value_dim = call.shape
+        shape = call.shape
         self.operator, self.bound = call.operator, call.bound
-        self.heads, self.scale, self.dtype = heads, None if call.raw is None else call.raw.scale, call.dtype
-        self.sizes = batch, call.bound.kv_heads, call.head_dim, value_dim
+        self.heads, self.scale, self.dtype = shape.heads, None if call.raw is None else call.raw.scale, call.dtype
+        self.sizes = shape.batch, call.bound.kv_heads, call.head_dim, shape.value_dim
         self._numbers = Numbers(call.operator)
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
@@ -202,7 +202,7 @@ class SumsSteps(Compiled):
 
     def __init__(self, call: Call, memory: MemorySums) -> None:
         super().__init__(call)
-        bound, dim, found = call.bound, call.shape[4], None
+        bound, dim, found = call.bound, call.shape.dim, None
         memory = memory if call.log_decay is None else fading(memory)
         features = feature_map(bound.link)
         assert features is not None

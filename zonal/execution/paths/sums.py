@@ -61,7 +61,7 @@ def cuda_refusal(call: Call) -> Reason:
         return f"link {type(link).__name__} has no Triton functions"
     if features is not None and features.degree > 2:
         return f"on CUDA powers of the score up to 2 are in it, link {type(link).__name__} has {features.degree}"
-    return tile.too_wide(*call.shape[4:])
+    return tile.too_wide(call.shape.dim, call.shape.value_dim)
 
 
 def chunked(call: Call) -> tuple[Tensor, Memory | None]:
@@ -117,7 +117,7 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, 
     spec = _spec(call, code, features, fused, memory is not None)
     if layers is not None:
         spec = replace(spec, left=layers[0].left, nodes=layers[0].nodes)
-    scale = tile.scale_of(fused, call.shape[1], q.device)
+    scale = tile.scale_of(fused, call.shape.heads, q.device)
     if call.shared is not None and raw is not None and q is raw.q and not scale.requires_grad:
         q, k = call.shared
     initial = None if memory is None or memory.count == 0 else memory.state
@@ -150,7 +150,7 @@ def known(link: Link) -> tuple[Formula, SymmetricPowers]:
 def link_numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
     rows = tile.rows_of(call, code)
-    return rows, call.bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(call.shape[1], -1)
+    return rows, call.bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(call.shape.heads, -1)
 
 
 def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:

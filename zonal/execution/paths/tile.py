@@ -36,7 +36,7 @@ def other_anchor(call: Call) -> Reason:
 
 def empty_rows(call: Call) -> Reason:
     """The refusal of keys or values without numbers."""
-    dim, value_dim = call.shape[4:]
+    dim, value_dim = call.shape.dim, call.shape.value_dim
     if min(dim, value_dim) >= 1:
         return None
     return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
@@ -79,7 +79,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     reduction = score.dot_reduction
     if reduction is not None and reduction.steep and not torch_func.active():
         return "distances are steep where points are near, and the squares of such points cancel in its float32"
-    return too_wide(*call.shape[4:], 0 if reduction is None else reduction.extra)
+    return too_wide(call.shape.dim, call.shape.value_dim, 0 if reduction is None else reduction.extra)
 
 
 def exponential(code: Formula) -> bool:
@@ -113,7 +113,7 @@ def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool
 
 def rows_of(call: Call, code: Formula) -> Tensor:
     """What a link's formula reads of each head, (H, n): its coefficients, then its constants."""
-    return by_head(call.coefficients, call.shape[1], code)
+    return by_head(call.coefficients, call.shape.heads, code)
 
 
 def by_head(coefficients: Tensor, heads: int, code: Formula) -> Tensor:
@@ -166,7 +166,7 @@ def tiled(call: Call) -> Tensor:
     else:
         q, k, v = call.raw[:3]
     edges = None if seen.borders is None else seen.borders.to(q.device)
-    scale = scale_of(fused, call.shape[1], q.device)
+    scale = scale_of(fused, call.shape.heads, q.device)
     row, col, slope = call.bias.row, call.bias.col, call.bias.slope
     inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, row, col, slope)
     # under vmap a tensor does not say that gradients flow through it

@@ -51,8 +51,8 @@ def refusal(call: Call) -> str | None:
         return f"passes over rows and columns have no kernel for device {call.device.type!r}"
     if not call.bound.score.bilinear:
         return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
-    if call.shape[5] + 1 > LARGEST:  # beta is one more number of each value
-        return f"value dimensions must be at most {LARGEST - 1}, this call has {call.shape[5]}"
+    if call.shape.value_dim + 1 > LARGEST:  # beta is one more number of each value
+        return f"value dimensions must be at most {LARGEST - 1}, this call has {call.shape.value_dim}"
     return tile.refusal(_as_rows(call))
 
 

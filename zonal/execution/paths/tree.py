@@ -33,7 +33,7 @@ def hierarchical(call: Call) -> Tensor:
     """y (B, H, T, P) of a call that is not refused."""
     anchor, marginals = cast(Hierarchical, call.bound.anchor), call.marginals
     assert marginals is not None
-    tokens = call.shape[2]
+    tokens = call.shape.queries
     spans = anchor.spans(tokens)
     # whole smallest blocks; what is added is in none
     size = spans[0]
