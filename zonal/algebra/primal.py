@@ -52,6 +52,12 @@ def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor
     return torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
 
 
+def after_step(powers: tuple[int, ...], step: int, further: Tensor, x: Tensor) -> Tensor:
+    """``further`` (B, H, …) of the heads that apply Koopman step number ``step``, and x of the others."""
+    which = on_heads(powers, step, x.device)
+    return further if which is None else torch.where(which.view(1, -1, *[1] * (x.ndim - 2)), further, x)
+
+
 def fading_weights(
     q: Tensor, k: Tensor, log_decay: Tensor, ridge: Tensor, powers: tuple[int, ...], visibility: Visibility
 ) -> Tensor:
@@ -96,8 +102,7 @@ def fading_weights(
     moved = torch.stack(shifts, 2)[:, :, last]
     x = torch.cholesky_solve(q.unsqueeze(-1), lower)
     for step in range(max(powers)):
-        further, which = torch.cholesky_solve(moved @ x, lower), on_heads(powers, step, k.device)
-        x = further if which is None else torch.where(which.view(1, -1, 1, 1, 1), further, x)
+        x = after_step(powers, step, torch.cholesky_solve(moved @ x, lower), x)
     faded = running[:, :, last, None] - running[:, :, None, :]
     visible = visibility.tile(0, queries, 0, keys, k.device)
     weights = x[..., 0] @ z.mT
@@ -106,4 +111,4 @@ def fading_weights(
     return (weights * faded.masked_fill(~visible, 0).exp().to(k)).masked_fill(~visible, 0)
 
 
-__all__ = ["ITERATIONS", "contraction", "factorised", "fading_weights", "on_heads"]
+__all__ = ["ITERATIONS", "after_step", "contraction", "factorised", "fading_weights", "on_heads"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor.base import Anchor, Blocks
 from zonal.algebra.declaration import Derived, Move, expand_rows, require, require_one_of, require_positive, row
-from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
+from zonal.algebra.primal import after_step, contraction, factorised, fading_weights
 from zonal.algebra.score import Params
 
 
@@ -144,8 +144,7 @@ class Ridge(Anchor):
         powers = self.powers(kernel.shape[1])
         for step in range(self.shifts):
             moved = _shift(rows, visibility.key_mask).masked_fill(~blocks.visible, 0)
-            moved, which = _prefix_solve(lower, moved @ kk, inside), on_heads(powers, step, rows.device)
-            rows = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, rows)
+            rows = after_step(powers, step, _prefix_solve(lower, moved @ kk, inside), rows)
         return rows.masked_fill(~blocks.visible, 0)
 
     def _general(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
@@ -171,14 +170,13 @@ class Ridge(Anchor):
             for step in range(self.shifts):
                 moved = _shift(weights[..., 0], key_mask).masked_fill(~seen, 0)
                 moved = torch.cholesky_solve(block @ moved[..., None], lower)
-                which = on_heads(powers, step, kernel.device)
                 if self.spectral:
                     assert blocks.k is not None
                     z = blocks.k.masked_fill(~seen[..., None], 0)
                     gram = z.mT @ z + ridge * torch.eye(width, dtype=z.dtype, device=z.device)
                     shrink = contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)
                     moved = moved * shrink[..., None, None]
-                weights = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, weights)
+                weights = after_step(powers, step, moved, weights)
             out.append(weights[..., 0].masked_fill(~seen, 0))
         return torch.stack(out, -2) if out else kernel
 
