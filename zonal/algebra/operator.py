@@ -210,7 +210,6 @@ class Operator(nn.Module):
 
     def bind(self, heads: int, kv_heads: int) -> Bound:
         """The parts with current values for H query heads and Hkv key heads."""
-        decay = next(((f"prior{i}", p) for i, p in enumerate(self.prior) if isinstance(p, Decay)), None)
         alibi = next((p for p in self.prior if isinstance(p, ALiBi)), None)
         return Bound(
             score=self.score,
@@ -222,10 +221,16 @@ class Operator(nn.Module):
             coefficients=self._coefficients(heads, kv_heads),
             score_params=self._params("score", heads, kv_heads),
             anchor_params=self._params("anchor", heads, kv_heads),
-            log_decay=None if decay is None else decay[1].log_decay(self._params(decay[0], heads, kv_heads), kv_heads),
+            log_decay=self._log_decay(heads, kv_heads),
             slopes=None if alibi is None else alibi.for_heads(heads),
             far=self._far(heads, kv_heads) if isinstance(self.anchor, LocalGlobal) else None,
         )
+
+    def _log_decay(self, heads: int, kv_heads: int) -> Tensor | None:
+        for i, part in enumerate(self.prior):
+            if isinstance(part, Decay):
+                return part.log_decay(self._params(f"prior{i}", heads, kv_heads), kv_heads)
+        return None
 
     def _far(self, heads: int, kv_heads: int) -> Far:
         anchor, params = self.anchor, self._params("anchor", heads, kv_heads)
