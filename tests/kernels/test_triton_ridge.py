@@ -16,7 +16,7 @@ from zonal import mechanisms as m
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.paths import ridge
-from zonal.execution.plan import seconds
+from zonal.execution.plan import estimated
 from zonal.execution.routes import ROUTES
 from zonal.execution.shape import Shape, shape_of
 from zonal.execution.work import compiled_ridge
@@ -107,7 +107,7 @@ def test_the_planner_crosses_over() -> None:
     routes = {str(route): route for route in ROUTES}
     took = {
         tokens: {
-            name: seconds(routes[name], shape(tokens), TYPICAL_GPU).seconds
+            name: estimated(routes[name], shape(tokens), TYPICAL_GPU).seconds
             for name in ("dense, torch", "chunked, Triton ridge")
         }
         for tokens in (65536, 131072)

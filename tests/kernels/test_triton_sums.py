@@ -19,7 +19,7 @@ from zonal.algebra.anchor import Count, Raw, Row
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.paths import sums
-from zonal.execution.plan import seconds
+from zonal.execution.plan import estimated
 from zonal.execution.routes import ROUTES
 from zonal.execution.shape import Shape, shape_of
 
@@ -170,7 +170,7 @@ def test_the_planner_crosses_over() -> None:
     routes = {str(route): route for route in ROUTES}
     took = {
         tokens: {
-            name: seconds(routes[name], shape(tokens, 64), TYPICAL_GPU).seconds
+            name: estimated(routes[name], shape(tokens, 64), TYPICAL_GPU).seconds
             for name in ("tiled, Triton", "chunked, Triton sums")
         }
         for tokens in (512, 65536, 131072)

@@ -136,7 +136,7 @@ def _traced(found: Asked) -> Choice:
     return Choice((first,), found=found, unranked=reason)
 
 
-def seconds(route: Route, shape: Shape, machine: Machine) -> Estimate:
+def estimated(route: Route, shape: Shape, machine: Machine) -> Estimate:
     """The estimate of one route."""
     work = route.work(shape)
     rate = machine.rate(route.rate, route.compiled) * 4 / shape.itemsize
@@ -157,7 +157,7 @@ def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None =
     paths: dict[str, list[Route]] = {}
     for route in found.routes:
         paths.setdefault(route.path, []).append(route)
-    estimates = sorted((seconds(routes[0], shape, machine) for routes in paths.values()), key=lambda e: e.seconds)
+    estimates = sorted((estimated(routes[0], shape, machine) for routes in paths.values()), key=lambda e: e.seconds)
     most = max(estimate.peak_bytes for estimate in estimates)
     if available is None:
         available = machine.memory_bytes
