@@ -130,9 +130,10 @@ class Block:
         q, c, row = inputs
         given = self.given(*inputs)
         if given is None:
-            asked = learned, row is not None, len(self.keys) > 3
-            tensors = (q, self.keys[1], self.keys[2], c, *whole, dy, q.new_empty(0))
-            return tiled.run_backward(self.parts, self.bias(row), tensors, asked)
+            bias, passed = self.bias(row), tiled.Passed(q, self.keys[1], self.keys[2], c, *whole, q.new_empty(0))
+            return tiled.run_backward(
+                self.parts, bias, passed, dy, c=learned, row=row is not None, col=bias.col is not None
+            )
         names = ["q", "k", "v"] + ["coefficients"] * learned + ["row"] * (row is not None)
         names += ["col"] * (len(self.keys) > 3)
         some = slice(None, given.queries)

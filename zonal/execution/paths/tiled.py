@@ -238,13 +238,13 @@ class _Tiles(NamedTuple):
 
 def _sequences(parts: Parts, bias: Bias, q: Tensor, k: Tensor, c: Tensor) -> Iterator[tuple[slice, _Tiles]]:
     """The tiles of all sequences, of as many at once as one tile may have."""
-    sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
+    sequences, queries, keys = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
     for b in range(0, q.shape[0], sequences):
         span, mask = slice(b, b + sequences), parts.visibility.key_mask
         row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
         seen = replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])
         some = parts._replace(visibility=seen)
-        yield span, _Tiles(some, Bias(row, col, bias.slope), q[span], k[span], c, (block[0], block[1]), _Scratch(q))
+        yield span, _Tiles(some, Bias(row, col, bias.slope), q[span], k[span], c, (queries, keys), _Scratch(q))
 
 
 def _forward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, least: Tensor) -> None:
@@ -269,6 +269,18 @@ def _forward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, least: Tensor)
 def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: _Scratch) -> None:
     """total += a @ b for a slice of rows, into which torch would multiply matrix by matrix."""
     total += torch.bmm(a, b, out=scratch.take("product", tuple(total.shape)))
+
+
+class Passed(NamedTuple):
+    """What ``run_forward`` was given and what it returned, for the way back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    c: Tensor
+    y: Tensor
+    factor: Tensor
+    least: Tensor
 
 
 class Gradients(NamedTuple):
@@ -341,20 +353,19 @@ def run_forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Te
     return y, factor, least
 
 
-def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> Gradients:
-    """The gradients of q, k, v, and if wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
-    q, k, v, c, *kept = tensors
+def run_backward(
+    parts: Parts, bias: Bias, passed: Passed, dy: Tensor, *, c: bool = False, row: bool = False, col: bool = False
+) -> Gradients:
+    """The gradients of q, k, v, and where they are asked for those of c, row and col."""
+    q, k, v, coefficients, y, factor, least = passed
     dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dc = torch.zeros_like(c, dtype=torch.float64) if wanted[0] else None
-    drow, dcol = (
-        torch.zeros_like(x) if asked and x is not None else None
-        for x, asked in ((bias.row, wanted[1]), (bias.col, wanted[2]))
-    )
-    for span, tiles in _sequences(parts, bias, q, k, c):
+    dc = torch.zeros_like(coefficients, dtype=torch.float64) if c else None
+    drow = torch.zeros_like(bias.row) if row and bias.row is not None else None
+    dcol = torch.zeros_like(bias.col) if col and bias.col is not None else None
+    for span, tiles in _sequences(parts, bias, q, k, coefficients):
         views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
         out = Gradients(dq[span], dk[span], dv[span], dc, *views)
-        y, factor, dy, least = (x[span] for x in kept)
-        _backward(tiles, v[span], y, factor, dy, least, out)
+        _backward(tiles, v[span], y[span], factor[span], dy[span], least[span], out)
     return Gradients(dq, dk, dv, dc, drow, dcol)
 
 
@@ -373,8 +384,7 @@ class _Tiled(torch.autograd.Function):
         no_second_derivative("tiled")
         q, k, v, c, row, col, y, factor, least = ctx.saved_tensors
         parts: Parts = ctx.parts
-        wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5])
-        dq, dk, dv, dc, drow, dcol = run_backward(
-            parts, Bias(row, col, parts.slope), (q, k, v, c, y, factor, dy, least), wanted
-        )
+        bias, passed = Bias(row, col, parts.slope), Passed(q, k, v, c, y, factor, least)
+        _, _, _, of_c, of_row, of_col, _ = ctx.needs_input_grad
+        dq, dk, dv, dc, drow, dcol = run_backward(parts, bias, passed, dy, c=of_c, row=of_row, col=of_col)
         return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None

@@ -251,8 +251,8 @@ class _Torch:
         self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         total = torch.where(present(log_mass), log_mass - a, float("inf"))[..., None]
-        tensors = (self._q, self._k, v, self._c, y, total, dy, y.new_empty(*y.shape[:2], 0, 1))
-        found = tiled.run_backward(self._across, Bias(col=b, slope=self._slope), tensors, (False, False, True))
+        passed = tiled.Passed(self._q, self._k, v, self._c, y, total, y.new_empty(*y.shape[:2], 0, 1))
+        found = tiled.run_backward(self._across, Bias(col=b, slope=self._slope), passed, dy, col=True)
         assert found.col is not None
         return found.q, found.k, found.col
 
