@@ -51,11 +51,12 @@ class StepDecoder(Decoder):
             q, k = spread(q, k, v)
             if steps is not None and not steps.takes(q, k, v, scale):
                 steps = None
-        y, decay = None, given.log_decay
-        if steps is not None and decay is not None:
-            check_tokens(q, k, v, None, decay, None)
-            decay = log_decay_of(steps.bound, k, None, decay)
+        y = None
         if steps is not None:
+            decay = given.log_decay
+            if decay is not None:
+                check_tokens(q, k, v, None, decay, None)
+                decay = log_decay_of(steps.bound, k, None, decay)
             y = steps.step(q, k, v, decay)
         if y is not None:
             if self._held.parts:
