@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Anchor
+from zonal.algebra.anchor import Anchor, Row
 from zonal.algebra.declaration import Declaration, require
 from zonal.algebra.score import FeatureLayer
 from zonal.errors import ArgumentError, PathError
@@ -200,8 +200,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
 
     def refusal(self, anchor: Anchor) -> str | None:
         """Why this map may not serve an anchor, or None. Anchors that divide by a sum need nonnegative features."""
-        normalises = getattr(anchor, "normalises", False)
-        if self.positive or not normalises or getattr(anchor, "allow_signed", False):
+        if self.positive or not anchor.normalises or (isinstance(anchor, Row) and anchor.allow_signed):
             return None
         return (
             f"features {type(self).__name__} can make kernel values negative, and anchor {type(anchor).__name__} "
