@@ -308,7 +308,7 @@ def test_estimates_are_near_what_happens(spec: str, shape: dict, path: str) -> N
     """Peak memory, which decides what fits, within a factor of two and a half; torch calls within three."""
     call = call_of(m.resolve(spec), **shape)
     route = plan.choose(call, path).routes[0]
-    found = plan.seconds(route, shape_of(call), TYPICAL_CPU)
+    found = plan.estimated(route, shape_of(call), TYPICAL_CPU)
     call.tokens  # noqa: B018 - what the score prepares is no path's own
     with LiveMemory() as live:
         y = route.run(call)[0]
@@ -355,7 +355,7 @@ def test_double_precision_costs_more() -> None:
     double = single._replace(itemsize=8)
     for path in ("dense", "tiled"):
         route = next(route for route in ROUTES if str(route) == f"{path}, torch")
-        a, b = (plan.seconds(route, shape, TYPICAL_CPU) for shape in (single, double))
+        a, b = (plan.estimated(route, shape, TYPICAL_CPU) for shape in (single, double))
         assert b.seconds > 1.3 * a.seconds
         assert b.peak_bytes == pytest.approx(2 * a.peak_bytes, rel=0.05)
 
