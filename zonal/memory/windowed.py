@@ -82,7 +82,8 @@ class WindowedSums(Memory):
         """The memory after more tokens. held: the kept ones and these, ``packed``; opening, state: what is kept of all
         but the last w of them."""
         count, padding = self.count + tokens.length, self.padding + tokens.padded()
-        kept, state = _last(held, self.reach), state.to(self.state)
+        # before any tokens, those held are the caller's own tensors
+        kept, state = _last(held, self.reach, copy=self.tokens.length == 0), state.to(self.state)
         return replace(self, count=count, tokens=kept, state=state, padding=padding, opening=opening)
 
     def left(self, held: Tokens) -> tuple[Tokens | None, Tensor]:
@@ -320,9 +321,12 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, place.expand(-1, x.shape[1], -1, *x.shape[3:]))
 
 
-def _last(held: Tokens, count: int) -> Tokens:
-    """A copy of the last tokens, without a mask where all of them are real."""
-    held = held.span(max(held.length - count, 0), held.length).map(torch.clone)
+def _last(held: Tokens, count: int, copy: bool = False) -> Tokens:
+    """The last tokens, without a mask where all of them are real. copy: never as a view of those held."""
+    gone = max(held.length - count, 0)
+    held = held.span(gone, held.length)
+    if copy or gone > count:  # a view would keep all that has left the window
+        held = held.map(torch.clone)
     return held if torch.compiler.is_compiling() else held.unmasked()
 
 

@@ -152,7 +152,7 @@ class Mamba3(TokenMixer):
         y = self.output((y.transpose(1, 2).flatten(2) * F.silu(gate.to(dtype))).to(gate.dtype))
         if before is None:
             return y, None
-        last = last_key(tokens, key_padding_mask, start).clone()
+        last = last_key(tokens, key_padding_mask, start)
         carried = {"previous": last, "angle": turn[:, :, -1].remainder(2 * math.pi)}
         return y, inputs.after(absorbed, tail, x.shape[1], carried)
 

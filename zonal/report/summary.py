@@ -261,13 +261,10 @@ def _words(
             f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best.mean, best.deviation)}, "
             f"a guess {formats.number(data.guess.value)}"
         )
-        nobody = (
+        who = (
             f"This operator is {NOT_LEARNED}" if len(unlearned) == 1 else "No operator is trained far enough to compare"
         )
-        return f"{nobody}: {best_of}.", (
-            *note,
-            *state,
-        )
+        return f"{who}: {best_of}.", (*note, *state)
     if len(ordered) == 1:
         leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
         assert best is not None  # ordered holds only rows with a value
