@@ -6,26 +6,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zonal import torch_func
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
-from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
-from zonal.algebra.refusals import LEAK
 from zonal.algebra.score import Fused
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
+from zonal.execution.refusals import check_order, check_packing, check_taken, check_tokens
 from zonal.memory import KeyValues, Memory, Tokens
-from zonal.memory.incoming import check_biases, untaken
 from zonal.memory.tokens import joined
 from zonal.memory.weights import check_weights, weighed
 from zonal.typed import check_switch, check_tensors
 
-_ORDER = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
 _LARGEST = torch.finfo(torch.float32).max
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Raw(NamedTuple):
@@ -243,54 +238,6 @@ def lowered(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return autocast(q, kind), autocast(k, kind), autocast(v, kind)
 
 
-def check_tokens(
-    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
-) -> None:
-    """Raise ArgumentError naming the argument, what was required and what came."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ArgumentError(
-                f"attention: {name} must have 4 axes (batch, heads, tokens, dim), received shape {tuple(x.shape)}."
-            )
-        if x.dtype not in _FLOATS:
-            raise ArgumentError(f"attention: {name} must be float16, bfloat16, float32 or float64, received {x.dtype}.")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise ArgumentError(f"attention: q, k and v must share one dtype, received {q.dtype}, {k.dtype}, {v.dtype}.")
-    if not (q.device == k.device == v.device):
-        raise ArgumentError(
-            f"attention: q, k and v must be on one device, received {q.device}, {k.device}, {v.device}."
-        )
-    if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise ArgumentError(
-            f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, "
-            f"{k.shape[0]}, {v.shape[0]}."
-        )
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ArgumentError(
-            f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v "
-            f"{tuple(v.shape)}. {_ORDER}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(
-            f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}."
-        )
-    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
-        raise ArgumentError(
-            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}), and "
-            f"at least one. {_ORDER}"
-        )
-    batch, _, keys, _ = k.shape
-    given = {"key_padding_mask": key_padding_mask, "log_decay": log_decay, "key_bias": key_bias}
-    check_tensors("attention", given, k.device, optional=True)
-    mask = key_padding_mask
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (batch, keys)):
-        raise ArgumentError(
-            f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real "
-            f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
-        )
-    check_biases("attention", (batch, k.shape[1], keys), log_decay, key_bias)
-
-
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of one head each for all heads of values, without a copy; others as they are."""
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[1] == k.shape[1] == 1 < v.shape[1]):
@@ -331,8 +278,8 @@ def prepare(
     operator.check("attention", q.shape[3])
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
-    _check_packing(cu_seqlens, q.shape[0])
-    _check_taken(operator, tags, scale, log_decay, key_bias)
+    check_packing(cu_seqlens, q.shape[0])
+    check_taken(operator, tags, scale, log_decay, key_bias)
     compute = torch.promote_types(q.dtype, torch.float32)
     seen = visibility(
         q.shape[2],
@@ -345,7 +292,7 @@ def prepare(
     )
     decay = log_decay_of(bound, k, key_padding_mask, log_decay)
     tied = causal or any(p.orders for p in bound.priors)
-    _check_order(operator, tags, tied, fades=decay is not None)
+    check_order(operator, tags, tied, fades=decay is not None)
     return Call(
         operator=operator,
         bound=bound,
@@ -366,57 +313,6 @@ def prepare(
             operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, masses
         ),
     )
-
-
-def _check_packing(cu_seqlens: Tensor | None, batch: int) -> None:
-    """Raise ArgumentError unless documents may be packed into a batch of this size."""
-    if torch_func.mapped(cu_seqlens):
-        raise ArgumentError(
-            "attention: cu_seqlens must be the same for all elements of torch.func.vmap. "
-            "Call attention once for each packing."
-        )
-    if cu_seqlens is not None and batch != 1:
-        raise ArgumentError(
-            f"attention: packed sequences (cu_seqlens) need batch size 1, received {batch}. "
-            "Concatenate the documents along the tokens."
-        )
-
-
-def _check_taken(
-    operator: Operator, tags: Tags, scale: float | None, log_decay: Tensor | None, key_bias: Tensor | None
-) -> None:
-    """Raise ArgumentError for arguments that the operator does not take."""
-    if scale is not None and (operator.link.domain is not None or tags.solves):
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
-        )
-    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if given is not None and (reason := untaken(operator, name)) is not None:
-            raise ArgumentError(f"attention: {reason}")
-    if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
-        require_values(
-            ~torch.isneginf(key_bias).any(),
-            f"attention: anchor {type(operator.anchor).__name__} couples queries and needs a key_bias above -inf. "
-            "Hide keys with key_padding_mask.",
-        )
-
-
-def _check_order(operator: Operator, tags: Tags, tied: bool, fades: bool) -> None:
-    """Raise ArgumentError for an operator that needs an order of queries and has none, or the reverse."""
-    if tied and tags.couples:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} must not be causal: its anchor {type(operator.anchor).__name__} "
-            f"lets each query's weights depend on all queries, and causal=True {LEAK}."
-        )
-    if tags.window and not tied:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} has a window that ends with the query's own key, which has a "
-            "meaning only for causal=True."
-        )
-    if fades and not tied:
-        raise ArgumentError(
-            f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True."
-        )
 
 
 def weighted(call: Call, action_mask: Tensor | None, key_gate: Tensor | None, whole: bool = True) -> Call:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, check_tokens, lowered, prepare, resumed, spread, weighted
+from zonal.execution.call import Call, check_memory, lowered, prepare, resumed, spread, weighted
 from zonal.execution.mask import log_decay_of
 from zonal.execution.numbers import check_devices, devices_of, numbers_of
 from zonal.execution.paths.streaming import Steps, by_torch, compiled_steps, first_step
+from zonal.execution.refusals import check_tokens
 from zonal.memory import Decoder, Memory
 from zonal.memory.decoding import NOTHING, Given
 from zonal.memory.drifting import tokens_within, warn_of_drift
