@@ -173,10 +173,11 @@ def _maps(log_kernel: Tensor, weights: Tensor, rank: int) -> HeadMaps:
 
 def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) -> HeadForm:
     """Of one head's log K (B, T, T)."""
-    energies = [float(part.sum()) for part in probe.energies(log_kernel)]
-    whole, interaction = sum(energies), probe.energies(log_kernel).interaction
-    some = whole > 1e-24 * float(log_kernel[~log_kernel.isneginf()].double().square().sum())  # more than rounding
-    rows, columns, _ = shares = [part / whole if some else 0.0 for part in energies]
+    parts = probe.energies(log_kernel)
+    energies, interaction = [float(part.sum()) for part in parts], parts.interaction
+    whole = sum(energies)
+    above_rounding = whole > 1e-24 * float(log_kernel[~log_kernel.isneginf()].double().square().sum())
+    rows, columns, _ = shares = [part / whole if above_rounding else 0.0 for part in energies]
     made = [probe.normal_form(log_kernel, rank) for rank in ranks]
     refinable = made if refine and not isinstance(seen, _PlanProbe) else []
     better = [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in refinable]
