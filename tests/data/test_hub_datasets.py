@@ -35,6 +35,16 @@ def test_without_the_package(monkeypatch):
         cached_corpus(open_source("hub:org/name"), BYTE)
 
 
+def test_the_only_column_of_strings_where_no_columns_are_stated():
+    class Rows(list):
+        features = None
+
+    source = HubDataset("org/name")
+    assert source._column(Rows([{"id": 1, "content": "abc"}])) == "content"
+    with pytest.raises(ArgumentError, match="which column"):
+        source._column(Rows([{"title": "a", "content": "abc"}]))
+
+
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -67,6 +67,11 @@ def test_only_common_seeds_count():
 def test_equal_values_are_within_the_spread():
     same = {0: 1.0, 1: 1.0, 2: 1.0}
     assert difference_within_spread(same, same).verdict == "within the spread"
+    rounded = {0: 0.1 + 0.2, 1: 0.1 + 0.2}
+    assert rounded[0] > 0.3  # by rounding
+    assert difference_within_spread({0: 0.3, 1: 0.3}, rounded).verdict == "within the spread"
+    with pytest.raises(ArgumentError, match="difference_within_spread: values must be finite"):
+        difference_within_spread({0: 0.3, 1: math.nan}, rounded)
 
 
 def best(values, **settings):

@@ -211,6 +211,17 @@ def test_a_guess_is_what_is_reached_without_learning():
     assert recall.guess().value == pytest.approx(expected, abs=0.02)  # some values stand there twice
     assert tasks.resolve("distant-match").guess().value == pytest.approx(0.5, abs=0.04)
     assert tasks.resolve("modular").guess().value == pytest.approx(1 / 32, abs=0.015)
+    # every word is named once: (1 / n + … + 1) / n of n words, less where some stand there twice
+    copy = tasks.resolve("copy")
+    sizes = {copy.least, copy.most // 2, copy.most}
+    expected = np.mean([sum(1 / left for left in range(1, n + 1)) / n for n in sizes])
+    assert expected <= copy.guess().value < expected + 0.06
+    for name in ("sort", "reverse", "long-copy"):
+        assert tasks.resolve(name).guess().value == pytest.approx(copy.guess().value, abs=0.02)
+    assert tasks.resolve("pattern").guess().value > copy.guess().value  # the copies of a period say nothing new
+    # a word on a small stack is often its top; a run is one of those not named, and of length 1 in a quarter
+    assert tasks.resolve("stack").guess().value == pytest.approx(0.61, abs=0.03)
+    assert tasks.resolve("compression").guess().value == pytest.approx(0.37, abs=0.03)
     # half of the words, or more, are the majority's
     assert 0.4 < tasks.resolve("majority").guess().value < 0.6
 

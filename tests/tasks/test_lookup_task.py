@@ -251,6 +251,7 @@ def test_what_is_told(hypernyms, paths):
     )
     assert (task.source.subset, task.source.closure, task.pairs, task.questions) == ("bird", 0.1, 6, 2)
     assert tasks.resolve("paths", tasks.TaskSettings(subset="bovid", hops=2, pairs=3, questions=1)).source.most == 2
+    assert tasks.resolve("hypernyms", tasks.TaskSettings(subset="bird", pairs=4)).questions == 4
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,7 @@ def test_what_is_told(hypernyms, paths):
         (lambda: Lookup(Ancestors("carnivore"), pairs=3, questions=4), "from 1 to as many questions"),
         (lambda: Lookup(Ancestors("carnivore"), pairs=200), "no context of 200 candidates can be drawn"),
         (lambda: Lookup(Ancestors("poodle"), pairs=2, questions=1), "no context of 2 candidates"),
+        (lambda: Lookup(Ancestors("carnivore", closure=0.999999)), "from what is tested.* less closure"),
         (lambda: tasks.resolve("hypernyms", tasks.TaskSettings(hops=2)), "takes no hops"),
     ],
 )

@@ -86,18 +86,30 @@ def test_what_is_told():
     assert (task.frequencies, task.vocab_size, task.length) == ((3,), 8, 20)
     assert (
         task.describe()
-        == "Periodic signals: the next of 8 levels of a sum of 3 waves without a common period, after 10 to 20 values."
+        == "Periodic signals: the next of 8 levels of a sum of 3 waves without a common period, after 11 to 20 values."
     )
     assert task.decode([3, 0]) == "3 0"
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"frequencies": ()}, {"frequencies": (0,)}, {"vocab_size": 1}, {"length": 1}, {"test_examples": 0}, {"seed": -1}],
+    [
+        {"frequencies": ()},
+        {"frequencies": (0,)},
+        {"vocab_size": 1},
+        {"length": 1},
+        {"test_examples": 0},
+        {"seed": -1},
+    ],
 )
 def test_bad_arguments(options):
     with pytest.raises(ArgumentError, match="Periodic: numbers of frequencies of at least 1"):
         Periodic(**options)
+    with pytest.raises(
+        ArgumentError, match="the first question of 16 tokens comes after 9. Give a length of at least 30"
+    ):
+        Periodic((8,), length=16)
+    assert Periodic((8,), length=30).warm_up == 15
 
 
 def test_bad_batches():

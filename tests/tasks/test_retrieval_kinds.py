@@ -172,7 +172,8 @@ def test_a_guess_is_right_as_often_as_said(kind):
     stream, right, pairs = np.random.default_rng(0), [], 4
     for number in range(1500):
         tokens, targets = example(kind, pairs, 64, WORDS, (number,))
-        context = tokens[: tokens.tolist().index(SIGNS["?"])]
+        asked_of = SIGNS["]" if kind.startswith("system") else "?"]  # what stands behind a prompt is no answer
+        context = tokens[: tokens.tolist().index(asked_of)]
         offered = context[np.isin(context, list(WORDS.values))].tolist()
         for at in np.flatnonzero(targets != -100):
             counts = {value: offered.count(value) for value in offered}

@@ -104,7 +104,8 @@ class HubDataset(Source):
         )
 
     def _column(self, rows: Any) -> str:
-        features = rows.features or dict.fromkeys(next(iter(rows), {}))
+        stated = rows.features
+        features = stated or next(iter(rows), {})
         if self.column is not None:
             if self.column not in features:
                 raise ArgumentError(
@@ -112,7 +113,9 @@ class HubDataset(Source):
                 )
             return self.column
         strings = [
-            name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
+            name
+            for name, each in features.items()
+            if (getattr(each, "dtype", None) in ("string", "large_string") if stated else isinstance(each, str))
         ]
         if "text" in features:
             return "text"

@@ -96,6 +96,12 @@ class Accumulator:
         Rows without a supervised position do not count as examples.
         """
         rows = row.detach().cpu()
+        sizes = [tuple(each.shape) for each in (predicted, target, row, loss)]
+        if len(set(sizes)) > 1 or len(sizes[0]) != 1:
+            raise ArgumentError(
+                "Accumulator.add: predicted, target, row and loss must be (N,), one entry a supervised position, "
+                f"received {', '.join(map(str, sizes))}."
+            )
         correct = (predicted.detach() == target).double().cpu()
         asked = torch.bincount(rows, minlength=examples)
         right = torch.bincount(rows, weights=correct, minlength=examples)

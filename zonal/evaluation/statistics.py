@@ -17,6 +17,8 @@ from scipy.special import stdtrit
 
 from zonal.errors import ArgumentError
 
+_ROUNDING = 1e-9
+
 Verdict = Literal["within the spread", "beyond the spread", "not decidable"]
 
 
@@ -78,16 +80,21 @@ def difference_within_spread(a: Mapping[int, float], b: Mapping[int, float], *, 
     The rule, on the differences a - b of the seeds that both have:
 
     * fewer than two such seeds: "not decidable";
-    * the two-sided ``level`` t interval of the mean difference excludes 0: "beyond the spread";
+    * the two-sided ``level`` t interval of the mean difference excludes 0, and the values of some seed differ by more
+      than rounding: "beyond the spread";
     * otherwise: "within the spread".
+
+    Raises: ArgumentError for values that are not finite, or a level outside (0, 1).
     """
     seeds = sorted(set(a) & set(b))
     if not seeds:
         return Difference(0, None, None, None, "not decidable")
-    pairs = spread([a[seed] - b[seed] for seed in seeds], level=level)
+    first, second = (_finite("difference_within_spread", [values[seed] for seed in seeds]) for values in (a, b))
+    equal = all(math.isclose(one, other, rel_tol=_ROUNDING) for one, other in zip(first, second, strict=True))
+    pairs = spread([one - other for one, other in zip(first, second, strict=True)], level=level)
     if pairs.low is None or pairs.high is None:
         return Difference(pairs.n, pairs.mean, None, None, "not decidable")
-    beyond = pairs.low > 0.0 or pairs.high < 0.0
+    beyond = (pairs.low > 0.0 or pairs.high < 0.0) and not equal
     return Difference(
         pairs.n, pairs.mean, pairs.low, pairs.high, "beyond the spread" if beyond else "within the spread"
     )

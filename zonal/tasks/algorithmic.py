@@ -32,6 +32,7 @@ has shown nearly all that the evaluation asks of this number.
 Source: SLAY (001), tables 3 to 9; selective copy, induction and stack follow the usual tasks of these names.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
@@ -80,15 +81,16 @@ class Algorithm:
     """One task.
 
     about: one line. size: the most tokens that n items take. compose: (draw, n) → segments of n items. length: of a
-    sequence, where none is given. permuted: the answers are all values of the context in some order, so a guess can
-    leave out those that were named.
+    sequence, where none is given. turns: how many kinds of answers take turns. values: half of the words of the context
+    are keys, which are no answers.
     """
 
     about: str
     size: Callable[[int], int]
     compose: Callable[[Draw, int], Segments]
     length: int = 64
-    permuted: bool = False
+    turns: int = 1
+    values: bool = False
 
 
 def _copy(draw: Draw, n: int) -> Segments:
@@ -278,7 +280,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distant-match": Algorithm("whether the last word is the first one", lambda n: 8 * n + 3, _distant_match, 256),
     "multihop": Algorithm("the end of one, two or three steps along pairs", lambda n: 6 * n + 4, _multihop),
     "retrieval": Algorithm("the value of one of many keys", lambda n: 2 * n + 3, _retrieval),
-    "kv-recall": Algorithm("the values of all keys, in another order", lambda n: 6 * n - 1, _kv_recall, permuted=True),
+    "kv-recall": Algorithm("the values of all keys, in another order", lambda n: 6 * n - 1, _kv_recall, values=True),
     "first-token": Algorithm("the first word", lambda n: n + 1, _first_token),
     "selective-copy": Algorithm("the words among noise, in order", lambda n: 4 * n, _selective_copy),
     "bigram": Algorithm("the word that followed another most often", lambda n: n + 3, _bigram),
@@ -288,7 +290,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "induction": Algorithm("the word that followed this one before", lambda n: n + 2, _induction),
     "pattern": Algorithm("the next words of a period", lambda n: 4 * n, _pattern),
     "noisy-copy": Algorithm("the words of three copies with mistakes", lambda n: 4 * n, _noisy_copy),
-    "compression": Algorithm("the runs of equal words and their lengths", lambda n: 6 * n, _compression),
+    "compression": Algorithm("the runs of equal words and their lengths", lambda n: 6 * n, _compression, turns=2),
 }
 """The tasks in the order of the paper's tables."""
 
@@ -369,23 +371,29 @@ class Algorithmic(Drawn[int]):
             yield Examined({"exact match": right.double().tolist()}, batch.slices)
 
     def guess(self) -> Guess:
-        """The better of two ways to answer that need no learning: always the word that is right most often; or any word
-        of the sequence before the first answer (of a permuted task, any answer that was not named yet).
+        """The best of four ways to answer that need no learning: always the word that is right most often; any word
+        that was read; any that was read and not yet named as often; or any of the different words that were not named
+        at all. Kinds of answers that take turns have a way each.
         """
-        context: list[float] = []
-        said = np.zeros(self.vocab_size)
+        turns = self.algorithm.turns
+        always, among = np.zeros((turns, self.vocab_size)), np.zeros((turns, 3))
+        rows = 0
         for batch in self.evaluation_batches(self.test_examples):
             for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
-                answers = targets[targets != IGNORED]
-                before = tokens[: np.argmax(targets != IGNORED)]
-                words = before[before >= len(_MARKERS)]
-                chances = []
-                for place, answer in enumerate(answers):
-                    offered = answers[place:] if self.algorithm.permuted else words
-                    chances.append((offered == answer).mean() if len(offered) else 0.0)
-                context.append(float(np.mean(chances)))
-                said += np.bincount(answers, minlength=self.vocab_size) / len(answers)
-        return Guess(max(float(said.max()) / len(context), float(np.mean(context))))
+                places = np.flatnonzero(targets != IGNORED)
+                answers = targets[places]
+                read = tokens >= len(_MARKERS)
+                read[places[places + 1 < self.length] + 1] = False  # answers, written out
+                for number, place in enumerate(places):
+                    words = Counter(tokens[: place + 1][read[: place + 1]].tolist())
+                    named = answers[:number].tolist()
+                    left = Counter(answers[number:].tolist()) if self.algorithm.values else words - Counter(named)
+                    ways = words, left, Counter(words.keys() - named)
+                    chances = [offered[answers[number]] / max(1, offered.total()) for offered in ways]
+                    always[number % turns, answers[number]] += 1 / len(answers)
+                    among[number % turns] += np.array(chances) / len(answers)
+                rows += 1
+        return Guess(float(np.maximum(always.max(1), among.max(1)).sum() / rows))
 
     def describe(self) -> str:
         return (

@@ -40,7 +40,7 @@ _FIRST_DEPTHS, _STEPS_A_LEVEL = 3, 50
 DEEPEST = 24
 """A tree of this depth has as many atoms as there are."""
 LONGEST = 13
-"""Tokens of the largest subtree put out: a node whose two arguments are nodes of atoms."""
+"""Tokens kept for the subtree put out. No tree that is drawn puts out more than 9."""
 
 Tree = int | tuple[int, "Tree", "Tree"]
 """An atom, or a head with two arguments."""
@@ -138,7 +138,7 @@ class Expressions(Drawn[int]):
     groups = ("sign", "head", "atom"), (_FIRST_HEAD, _FIRST_ATOM)
 
     def __post_init__(self) -> None:
-        self.depths = depths = tuple(self.depths)
+        self.depths = depths = tuple(dict.fromkeys(self.depths))
         if not depths or min(depths) < 2 or max(depths) > DEEPEST or self.test_examples < 1 or self.seed < 0:
             raise ArgumentError(
                 f"Expressions: depths from 2 to {DEEPEST}, at least 1 test example and a seed of at least 0 are "

@@ -120,7 +120,7 @@ class Retrieval(Drawn[Shape]):
         yield from self._of(self.transfer_shapes, self.transfer_examples, batch_size, _TRANSFER)
 
     def _of(self, shapes: Sequence[Shape], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
-        for shape in shapes:
+        for shape in dict.fromkeys(shapes):
             long = shape.length > self.length
             rows = max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length)) if long and batch_size > 0 else batch_size
             code = zlib.crc32(f"{shape.kind} {shape.pairs} {shape.length}".encode())
@@ -128,7 +128,7 @@ class Retrieval(Drawn[Shape]):
 
     def guess(self) -> Guess:
         """The mean guess of the test shapes (see ``Kind``)."""
-        shapes = self.test_shapes or ()
+        shapes = dict.fromkeys(self.test_shapes or ())
         return Guess(sum(KINDS[shape.kind].guess(shape.pairs, self.words) for shape in shapes) / len(shapes))
 
     def describe(self) -> str:

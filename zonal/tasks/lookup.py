@@ -75,8 +75,9 @@ class Lookup(Drawn[Cell]):
         )
         if not self.training or not self.tests:
             raise ArgumentError(
-                f"Lookup: {source.describe()}: no context of {self.pairs} candidates can be drawn from it. "
-                "Give fewer pairs, or a larger subset."
+                f"Lookup: {source.describe()}: no context of {self.pairs} candidates can be drawn from what is "
+                f"{'tested' if self.training else 'trained'}. Give fewer pairs, a larger subset or, for hypernyms, "
+                f"{'less' if self.training else 'more'} closure."
             )
         self.length = max(self._size(cell) for cell in (*self.training, *self.tests))
 

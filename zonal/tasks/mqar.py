@@ -26,6 +26,7 @@ from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
+_GUESSED_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,11 @@ class Segment:
     seed: int | None = None
 
 
+def _mean(found: Sequence[tuple[float, int]]) -> float:
+    """The mean of values with their numbers."""
+    return sum(value * count for value, count in found) / sum(count for _, count in found)
+
+
 class MQAR(Task):
     """Recall on fixed sets of training and test sequences, in segments of one length and number of pairs each.
 
@@ -321,16 +327,31 @@ class MQAR(Task):
                 yield self._batch(segment, *examples.tensors(slice(begin, begin + batch_size)))
 
     def guess(self) -> Guess:
-        """Any value of the context is named, at the numbers of pairs that were trained."""
+        """At each place the value of the pair that is asked there most often is named, without reading the key, at the
+        numbers of pairs that were trained. This is right more often than 1 / pairs: earlier pairs drew their gaps
+        first, and so have the shorter ones.
+        """
         trained = {segment.pairs for segment in self.train_segments}
         tested = sorted({segment.pairs for segment in self.test_segments})
         both = [pairs for pairs in tested if pairs in trained] or tested
-        examples = {
-            pairs: sum(segment.examples for segment in self.test_segments if segment.pairs == pairs) for pairs in both
+        right = {
+            pairs: [(self._by_place(s), s.examples) for s in self.test_segments if s.pairs == pairs] for pairs in both
         }
         if both == tested:
-            return Guess(sum(count / pairs for pairs, count in examples.items()) / sum(examples.values()))
-        return Guess(sum(1 / pairs for pairs in both) / len(both), ("pairs", tuple(map(str, both))))
+            return Guess(_mean([each for parts in right.values() for each in parts]))
+        return Guess(sum(map(_mean, right.values())) / len(both), ("pairs", tuple(map(str, both))))
+
+    def _by_place(self, segment: Segment) -> float:
+        """The share that is right where the pair that is asked most often at a place is named there, counted on other
+        sequences.
+        """
+        places = (segment.length - 2 * segment.pairs * self.passes) // 2
+        p = _gap_probabilities(places, self.power_a, "MQAR")
+        gaps = _draw_gaps(np.random.RandomState(0), 2 * _GUESSED_ROWS, p, segment.pairs)
+        pairs = np.arange(segment.pairs)
+        asked = np.zeros((places, segment.pairs))
+        np.add.at(asked, (gaps[:_GUESSED_ROWS], pairs), 1)
+        return float((asked.argmax(1)[gaps[_GUESSED_ROWS:]] == pairs).mean())
 
     def _batch(self, segment: Segment, tokens: Tensor, targets: Tensor) -> Batch:
         return Batch(

@@ -8,9 +8,9 @@ continuous range, so that no two have a common period but by chance of measure z
 has been seen must be matched nearly, not exactly.
 
 The answer is in the context: 2 K past values determine the next one (a sum of K cosines obeys a linear recurrence of
-order 2 K), up to the rounding of values to tokens. So only places after ``warm_up`` values are asked. A model that
-finds the past window most like the present one and names what came after it is kernel regression, with the kernel of
-its attention; the windows lie on a torus of K dimensions, of which K grows thin fast.
+order 2 K), up to the rounding of values to tokens. So only places after more than ``warm_up`` values are asked. A
+model that finds the past window most like the present one and names what came after it is kernel regression, with the
+kernel of its attention; the windows lie on a torus of K dimensions, of which K grows thin fast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,6 +57,12 @@ class Periodic(Drawn[int]):
                 f"and a seed of at least 0 are required, got {self}."
             )
         self.warm_up = self.length // 2
+        if self.warm_up + 1 < 2 * max(self.frequencies):
+            raise ArgumentError(
+                f"Periodic: {max(self.frequencies)} frequencies are determined by {2 * max(self.frequencies)} values, "
+                f"but the first question of {self.length} tokens comes after {self.warm_up + 1}. Give a length of at "
+                f"least {4 * max(self.frequencies) - 2}, or fewer frequencies."
+            )
 
     def waves(self, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """(frequencies, phases), float64 (count,), of the sequence named by ``key``."""
@@ -84,7 +90,7 @@ class Periodic(Drawn[int]):
         return [self.frequencies[int(place)] for place in chosen]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self.fixed([(count, count) for count in self.frequencies], self.test_examples, batch_size)
+        return self.fixed([(count, count) for count in dict.fromkeys(self.frequencies)], self.test_examples, batch_size)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Periodic.examine", batch_size)
@@ -95,16 +101,20 @@ class Periodic(Drawn[int]):
             yield Examined({"within one level": near.tolist()}, batch.slices)
 
     def guess(self) -> Guess:
-        """The same level is named everywhere, the one that is right most often."""
-        asked = [batch.targets[:, self.warm_up :] for batch in self.evaluation_batches(self.test_examples)]
-        counts = torch.cat(asked).flatten().bincount().double()
-        return Guess(float(counts.max() / counts.sum()))
+        """The better of naming one level everywhere, the one that is right most often, and naming the last again."""
+        batches = list(self.evaluation_batches(self.test_examples))
+        asked, last = (
+            torch.cat([each[:, self.warm_up :].flatten() for each in part])
+            for part in ([batch.targets for batch in batches], [batch.tokens for batch in batches])
+        )
+        right = torch.stack([asked.bincount().max(), (asked == last).sum()])
+        return Guess(float(right.max() / len(asked)))
 
     def describe(self) -> str:
         counts = ", ".join(map(str, self.frequencies))
         return (
             f"Periodic signals: the next of {self.vocab_size} levels of a sum of {counts} waves without a common "
-            f"period, after {self.warm_up} to {self.length} values."
+            f"period, after {self.warm_up + 1} to {self.length} values."
         )
 
     def word(self, token: int) -> str:

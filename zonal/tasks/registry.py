@@ -132,10 +132,10 @@ def _text(name: str, given: Given) -> Text:
 
 def _pixels(name: str, given: Given) -> Pixels:
     side = {"side": math.isqrt(given["length"])} if "length" in given else {}
-    if side and side["side"] ** 2 != given["length"]:
+    if side and (side["side"] ** 2 != given["length"] or 28 % side["side"]):
         raise ArgumentError(
-            f"tasks.resolve: {name!r} reads square pictures; a length of 49, 196 or 784 is required, "
-            f"got {given['length']}."
+            f"tasks.resolve: {name!r} reads square pictures of 28 x 28 pixels or fewer; a length of 1, 4, 16, 49, 196 "
+            f"or 784 is required, got {given['length']}."
         )
     folder = {"folder": given["data"]} if "data" in given else {}
     return Pixels(**folder, **side, **_given(given, "test_examples"), name=name)
@@ -201,7 +201,10 @@ def _paths(name: str, given: Given) -> Lookup:
 
 
 def _lookup(name: str, source: Source, given: Given) -> Lookup:
-    return Lookup(source, **_given(given, "pairs", "questions", "test_examples", "seed"), name=name)
+    sizes = _given(given, "pairs", "questions", "test_examples", "seed")
+    if "pairs" in sizes:
+        sizes.setdefault("questions", min(Lookup.questions, sizes["pairs"]))
+    return Lookup(source, **sizes, name=name)
 
 
 def _periodic(name: str, given: Given) -> Periodic:

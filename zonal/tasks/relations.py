@@ -160,8 +160,9 @@ class Paths(Source):
 
     Relations: kind of (the hypernym), has kind, member of (a genus, family, order …), has member; a step may lead to
     several entities. A composition is a sequence of relations. A quarter of those of each length from 2 on is never
-    trained ("unseen"). The others are ("seen"), but for an eighth of the entities they could start from, and are tested
-    there. All single relations are trained everywhere ("trained").
+    trained ("unseen"). The others are ("seen"), but for the entities they could start from that are drawn with a chance
+    of one in eight, and are tested there; a composition with few starts may have none. All single relations are trained
+    everywhere ("trained").
 
     Raises: ArgumentError when the word is unknown or most is not from 1 to 4.
     """
@@ -256,7 +257,7 @@ class Paths(Source):
 
     def describe(self) -> str:
         trained, unseen = (
-            sum(len(entries) for cell, entries in self._starts.items() if cell.group == group)
+            sum(len(entries) for cell, entries in self._starts.items() if cell.group == group and cell.size)
             for group in ("trained", "unseen")
         )
         return (

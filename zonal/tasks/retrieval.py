@@ -258,7 +258,9 @@ def _economy(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Quest
 
 
 def _economy_guess(pairs: int, words: Words) -> float:
-    """The share of the most frequent count."""
+    """The share of the most frequent count. With few events the amount that was last mined of the resource is right
+    more often: with 4, 0.41 instead of 0.29.
+    """
     found: Counter[int] = Counter()
     for number in range(_DRAWS):
         questions = _economy(Draw(stream(number), words), pairs, _economy_size(pairs))[1]
@@ -342,7 +344,7 @@ KINDS: dict[str, Kind] = {
         lambda n: 4 * n + 2 + 3 * _questions(n) - 1,
         partial(_system_prompt, distractors=True),
         lambda n: (2 * n, 1),
-        lambda n, words: _guess(2 * n, _questions(n), words),
+        lambda n, words: _guess(n, _questions(n), words),  # distractors stand outside the prompt
     ),
     "tool-trace": Kind(
         "results of calls by several agents and tools are asked",

@@ -37,10 +37,10 @@ class TaskSettings:
     """For hypernyms and paths: use the words below this word of WordNet. None: mammal, or carnivore for paths."""
     closure: Annotated[float | None, SHARE] = None
     """For hypernyms: the share of the pairs at distance 2 or more that is trained. None: 0.5."""
-    hops: Annotated[int | None, Between(1, 64)] = None
+    hops: Annotated[int | None, Between(1, 4)] = None
     """For paths: the largest number of relations in a question. None: 4."""
     questions: Annotated[int | None, SIZE] = None
-    """For hypernyms and paths: questions per sequence. None: 8."""
+    """For hypernyms and paths: questions per sequence. None: 8, or as many as there are pairs."""
     depth: Annotated[int | None, Between(1, 64)] = None
     """For sexpr: depth of the expressions. None: 5, 10 and 15."""
     frequencies: Annotated[int | None, Between(1, 1024)] = None
