@@ -88,6 +88,14 @@ def test_positive_links_are_not_negative(name: str) -> None:
     assert (value.value(x, coefficients(value)) >= 0).all()
 
 
+@pytest.mark.parametrize("value", [link.Oscillatory((50.0, -30.0), (1.0, 2.0), (3.0, 0.0)), link.Oscillatory((80.0,))])
+def test_the_largest_waves_are_numbers(value: link.Oscillatory) -> None:
+    x = -torch.linspace(0, 10, 101).view(1, 1, 1, -1)
+    c = coefficients(value, 1).float()
+    for found in (value.value(x, c), value.derivative(x, c), value.coefficient_vjp(x, torch.ones_like(x), c)):
+        assert found.isfinite().all()
+
+
 @given(eps=st.floats(1e-3, 10))
 @settings(max_examples=30, deadline=None)
 def test_yat_bound(eps: float) -> None:
@@ -97,6 +105,12 @@ def test_yat_bound(eps: float) -> None:
     assert values.max() <= 1 / eps * (1 + 1e-9)
     assert abs(values.flatten()[0].item() - 1 / (4 + eps)) < 1e-12
     assert yat.derivative(x, link.NO_COEFFICIENTS).abs().max() <= 2 * (1 + eps) / eps**2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 3e-6, 1e-4, 0.01])
+def test_yat_bound_in_single_precision(eps: float) -> None:
+    """As the docstring says: 2 + eps is rounded to half of 2.4e-7."""
+    assert 1 - 1.2e-7 / eps < float(link.Yat(eps).at(torch.ones(1))) * eps < 1 / (1 - 1.2e-7 / eps)
 
 
 def test_reproducing_kernel_converges_and_ones_does_not() -> None:
@@ -115,8 +129,24 @@ def test_reproducing_kernel_converges_and_ones_does_not() -> None:
     assert abs(eigenvalue("ones", 16, 4) - 1 / 9) < 1e-9
 
 
+@pytest.mark.parametrize("q", [1, 2, 5, 9, 16, 31, 64, 127])
+@pytest.mark.parametrize("n", [6, 9, 12, 15, 24, 32, 48, 64])
+def test_single_precision_error_at_every_degree(n: int, q: int) -> None:
+    """Phi_n(1) = n + 1, by monomials or by the recurrence, whichever the link takes. Both agree in double precision."""
+    value = link.Gegenbauer(degrees=(float(n),), manifold_dim=q)
+    c = coefficients(value, 1)
+    x = torch.linspace(-1, 1, 1001).view(1, 1, 1, -1)
+    exact = torch.stack(gegenbauer.basis(x.double(), n + 1, q)).sum(0)
+    assert (value.value(x, c.float()) - exact).abs().max() < 1e-5 * (n + 1)
+    assert (value.value(x.double(), c) - exact).abs().max() < 1e-13 * (n + 1)
+    slope = value.derivative(x.double(), c)
+    assert (value.derivative(x, c.float()) - slope).abs().max() < 1e-5 * slope.abs().max()
+
+
 def test_single_precision_error_of_horner() -> None:
     value = link.Gegenbauer(degrees=(16.0,), manifold_dim=64)
+    assert not value.clenshaw
+    assert value.formula is not None
     c = coefficients(value, 1)
     x = torch.linspace(-1, 1, 5001, dtype=torch.float64).view(1, 1, 1, -1)
     exact = value.value(x, c)
@@ -136,6 +166,11 @@ def test_single_precision_error_of_horner() -> None:
         (lambda: link.Yat(eps=0.0), "eps must be > 0"),
         (lambda: link.PolynomialSquare(floor=-1.0), "floor must be >= 0"),
         (lambda: link.PolynomialSquare(polynomial=(1.0,)), "2 to 9 coefficients"),
+        (lambda: link.PolynomialSquare(polynomial=(1e25, 1.0)), "coefficients must lie in"),
+        (lambda: link.PolynomialSquare(floor=math.inf), "at most 1e.18, received inf"),
+        (lambda: link.Oscillatory(amplitudes=(89.0,)), "must be at most 80, because e.89 is infinite"),
+        (lambda: link.Oscillatory((50.0, -31.0), (1.0, 1.0), (1.0, 1.0)), "must be at most 80"),
+        (lambda: link.Oscillatory(amplitudes=(math.nan,)), "must be at most 80"),
     ],
 )
 def test_bad_declarations(make: object, words: str) -> None:

@@ -386,6 +386,8 @@ def test_a_product_learns_its_weights() -> None:
         (lambda: Topological(eps=0.0), "eps must be > 0"),
         (lambda: Hyperbolic(eps=0.0), "eps must be > 0"),
         (lambda: Hyperbolic(scale=-1.0), "scale must be > 0 or None"),
+        (lambda: Fidelity(eps=1e200), r"Fidelity: eps must be at most 1e\+09, received 1e\+200"),
+        (lambda: Riemannian(eps=1e200), r"Riemannian: eps must be at most 1e\+09, received 1e\+200"),
     ],
 )
 def test_errors_name_what_is_required(make: object, said: str) -> None:

@@ -124,7 +124,7 @@ def test_mistakes_about_the_model(tmp_path, capsys):
         (f"--model {other} --gpus 2", "unknown: width"),
         ("--model nothing-such --gpus 2", "nothing-such"),
         (f"--model {mixed} --gpus 2 --sequence-parallel 2", "layers of Mamba3 are not split over a sequence"),
-        ("--gpus 2", "--gpus 2 needs --model and --gpus"),
+        ("--gpus 2", "--gpus 2 needs --model."),
     ):
         code, _, err = run(words, capsys)
         assert code == 2

@@ -11,7 +11,7 @@ from zonal.cli.app import COMMANDS, help_text, main, option_names, parse_options
 from zonal.cli.compare import DESCRIPTION, Compare, specification
 from zonal.cli.demo import PARTS, Demo, parts
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line
-from zonal.cli.train import defaults, layers_of, model_of
+from zonal.cli.train import Train, defaults, layers_of, model_of
 from zonal.errors import ArgumentError
 from zonal.models import preset
 
@@ -198,17 +198,18 @@ def test_a_comparison_may_name_whole_lists_of_layers():
 
 
 def test_layers_of_a_trained_model():
-    assert layers_of("sko", 3) == ("sko",) * 3
-    assert layers_of("softmax,ska(power=1)", 2) == ("softmax", "ska(power=1)")
-    assert layers_of("mamba2*2, ska(power=0), mamba2", ModelOptions().layers) == (
+    assert layers_of("train", "sko", 3, "zonal train --layers 3") == ("sko",) * 3
+    assert layers_of("train", "softmax,ska(power=1)", 2, "zonal train --layers 2") == ("softmax", "ska(power=1)")
+    assert layers_of("train", "mamba2*2, ska(power=0), mamba2", 2, "zonal train") == (
         "mamba2",
         "mamba2",
         "ska(power=0)",
         "mamba2",
     )
-    assert layers_of("softmax,sko,linear", ModelOptions().layers) == ("softmax", "sko", "linear")
-    with pytest.raises(ArgumentError, match="names 3 layers, --layers asks for 5"):
-        layers_of("softmax,sko,linear", 5)
+    assert layers_of("train", "softmax,sko,linear", 2, "zonal train") == ("softmax", "sko", "linear")
+    for layers in (5, ModelOptions().layers):  # a number that is the default is asked for as well
+        with pytest.raises(ArgumentError, match=f"search: --operator names 3 layers, --layers asks for {layers}"):
+            layers_of("search", "softmax,sko,linear", layers, f"zonal search --layers={layers}")
 
 
 def test_demo_shares_out_its_time():
@@ -258,23 +259,33 @@ def test_examples_in_the_help_can_be_parsed():
 
 def test_a_comparison_takes_the_shape_of_a_model_by_name():
     words = "--task mqar-demo --train-examples 8 --test-examples 4 --steps 4 --model-preset echo-1M"
-    own = specification(read(shlex.split(words)), "")
+    own = specification(read(shlex.split(words)), words)
     known = preset("echo-1M", vocab_size=own.task.vocab_size, max_len=own.task.length)
     assert [own.model_for(operator) for operator in own.operators] == [known]
-    spec = specification(read(shlex.split(f"{words} --operators 'softmax,[mamba2*3, ska]'")), "")
+    two = f"{words} --operators 'softmax,[mamba2*3, ska]'"
+    spec = specification(read(shlex.split(two)), two)
     assert spec.model_for("softmax") == dataclasses.replace(known, layers=("softmax",) * 4)
     assert spec.model_for(spec.operators[1]).layers == ("mamba2", "mamba2", "mamba2", "ska")
-    for more, message in (("--dim 32", "names the whole shape"), ("--operators '[softmax, ska]'", "the model has 4")):
+    usual = f"{words} --operators '{Compare.operators}'"  # what stands there counts, though it be the default
+    assert len(specification(read(shlex.split(usual)), usual).operators) == 5
+    for more, message in (
+        ("--dim 32", "names the whole shape"),
+        (f"--dim {ModelOptions().dim}", "names the whole shape"),
+        ("--no_rotary", "names the whole shape"),
+        ("--operators '[softmax, ska]'", "the model has 4"),
+    ):
         with pytest.raises(ArgumentError, match=message):
-            specification(read(shlex.split(f"{words} {more}")), "")
+            specification(read(shlex.split(f"{words} {more}")), f"{words} {more}")
     with pytest.raises(ArgumentError, match="Did you mean 'echo-1M'"):
-        specification(read(shlex.split(words.replace("echo-1M", "echo-1N"))), "")
+        specification(read(shlex.split(words.replace("echo-1M", "echo-1N"))), words)
 
 
 def test_a_preset_gives_the_task_and_a_model_by_name_the_shape():
     options = defaults(("--preset", "echo-table3"))
     task = options.task.resolve("train")
     named = dataclasses.replace(options, model_preset="echo-1M")
-    assert model_of(named, task) == preset("echo-1M", vocab_size=task.vocab_size, max_len=task.length)
-    with pytest.raises(ArgumentError, match="Leave out --operator and the model's options"):
-        model_of(dataclasses.replace(named, operator="sko"), task)
+    words = "zonal train --preset echo-table3 --model-preset echo-1M"
+    assert model_of(named, task, words) == preset("echo-1M", vocab_size=task.vocab_size, max_len=task.length)
+    for more in ("--operator sko", f"--operator {Train.operator}", "--layers 2", "--no-rotary", "--mlp_ratio=2"):
+        with pytest.raises(ArgumentError, match="Leave out --operator and the model's options"):
+            model_of(named, task, f"{words} {more}")

@@ -4,6 +4,7 @@ them.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -420,3 +421,12 @@ def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):
     assert "zonal compare --task mqar-demo" in twin
     assert "--operators softmax,linear --budget 30s" in twin
     assert run("demo --budget 60s", capsys)[0] == 0
+    code, _, err = run("demo --budget 0.5s --out small", capsys)
+    assert code == 2
+    needed = re.fullmatch(
+        r"zonal: demo: --budget 0\.5s is too small; about (\d+) s are needed\. Give as much, and another folder with "
+        r"--out, or leave --budget out\.\n",
+        err,
+    )
+    assert needed is not None
+    assert int(needed[1]) % 2 == 0  # of both parts

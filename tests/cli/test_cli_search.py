@@ -12,6 +12,7 @@ from zonal.cli.presets import Preset
 from zonal.cli.search import DESCRIPTION, SearchOptions, specification
 from zonal.errors import FileFormatError
 from zonal.report import search as report
+from zonal.store import write_checked
 from zonal.training.search import KINDS
 
 SMALL = (
@@ -70,6 +71,40 @@ def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
     (record,) = (json.loads(path.read_text()) for path in here.glob("again/runs/*/*/run.json"))
     assert record["operator"] == winner["operator"]
     assert {str(record["seed"]): record["final"]["loss"]} == winner["rungs"][-1]["by_seed"]
+
+
+def test_the_headline_says_what_a_search_does_not_show(here, capsys):
+    """A winner that is no better than a guess, or than the start by more than the spread."""
+    code, _, _ = run(
+        f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --moves learning_rate",
+        capsys,
+    )
+    assert code == 0
+    (folder,) = (here / "runs").iterdir()
+    search, found = (json.loads((folder / name).read_text()) for name in ("search.json", "findings.json"))
+    assert search["guess"] == pytest.approx(0.696, abs=5e-4)
+    for winner, words in ((0, "than the start, "), (1, "is the best that was found: ")):
+        for regime, costs in zip(found["regimes"], ((0.9, 0.8), (0.8, 0.89), (0.95, 0.99)), strict=True):
+            (rung,) = regime["rungs"]
+            rung["by_seed"] = dict(zip("01", costs, strict=True))
+            rung["cost"] |= {"mean": sum(costs) / 2, "deviation": 0.05}
+        (first, _) = report.headline(search, found | {"winner": winner})
+        assert words in first
+        assert "That is no better than a guess (0.696)." in first
+        assert first.endswith("The difference is within the spread over seeds.") == bool(winner)
+        assert "guess" not in report.headline(search | {"guess": None}, found | {"winner": winner})[0]
+    for costs, end in (((0.5, 0.4), ", Softmax, lr 0.003."), ((0.5,), "cannot show whether that is more than chance.")):
+        (rung,) = found["regimes"][1]["rungs"]
+        rung["by_seed"] = dict(zip("01", costs, strict=False))
+        rung["cost"] |= {"mean": sum(costs) / len(costs)}
+        assert report.headline(search, found | {"winner": 1})[0].endswith(end)
+    # a search that was made from Python has no command to show
+    for name in ("search.json", "findings.json"):
+        value = json.loads((folder / name).read_text()) | ({"command": ""} if name == "search.json" else {})
+        write_checked(folder / name, value)
+    report.write(folder)
+    for name in ("report.html", "report.md"):
+        assert "Made from Python; the settings are below." in (folder / name).read_text()
 
 
 def test_recipes_are_presets(here):

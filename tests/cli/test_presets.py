@@ -69,7 +69,7 @@ def test_one_model_is_trained_in_the_shape_in_which_it_is_compared(name):
     spec = compare.specification(options(f"--preset {name}"), "")
     for operator in spec.operators:
         alone = options(f"--preset {name} --operator {shlex.quote(operator.strip('[]'))}", train)
-        assert train.model_of(alone, spec.task) == spec.model_for(operator)
+        assert train.model_of(alone, spec.task, "") == spec.model_for(operator)
 
 
 def test_other_spaces_and_quotation_marks_are_the_same_model():
@@ -83,6 +83,25 @@ def test_other_spaces_and_quotation_marks_are_the_same_model():
             assert shape.mlp_ratio == spec.shapes[operator].mlp_ratio
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("--mlp-ratio 1", (1.0, True)),
+        ("--no_rotary", (1.92, False)),
+        ("--mlp_ratio=2 --no-rotary", (2.0, False)),
+        ("", (1.92, True)),
+    ],
+)
+def test_what_is_given_goes_before_the_shape_of_a_model(given, found):
+    """In `zonal compare` as in `zonal train`."""
+    words = f"--preset text-contest {given}"
+    spec = compare.specification(options(f"{words} --operators 'Mamba-2 and three windows'"), words)
+    (operator,) = spec.operators
+    alone = options(f"{words} --operator 'Mamba-2 and three windows'", train)
+    for model in (spec.model_for(operator), train.model_of(alone, spec.task, words)):
+        assert (model.mlp_ratio, model.rotary) == found
+
+
 def test_models_of_a_preset_go_by_their_names():
     whole = compare.specification(options("--preset text-contest"), "")
     for operator, label in zip(whole.operators, whole.labels, strict=True):
@@ -90,7 +109,7 @@ def test_models_of_a_preset_go_by_their_names():
         spec = compare.specification(options(f"--preset text-contest --operators {quoted}"), "")
         assert (spec.operators, spec.labels) == (("yat", operator), ("Yat", label))
         alone = options(f"--preset text-contest --operator {shlex.quote(label)}", train)
-        assert train.model_of(alone, spec.task) == spec.model_for(operator)
+        assert train.model_of(alone, spec.task, "") == spec.model_for(operator)
     with pytest.raises(ArgumentError, match=r"'Mamba 3' cannot be read .*Models of this preset: Softmax, rotary and"):
         compare.specification(options("--preset text-contest --operators 'Mamba 3'"), "")
 

@@ -73,3 +73,20 @@ def test_transforms_pass_through() -> None:
     assert torch.allclose(found[0], 2 * found[1])
     assert not found[:, :, :, 1].any()
     assert found.abs().max() > 0
+
+
+@pytest.mark.parametrize("spec", ["cosine", "yat", "sko(degrees=(2.0,))", "ridge", "ska"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_zero_vectors_have_second_derivatives(spec: str, padded: bool) -> None:
+    """One token of zeros, also a padded one, leaves those of a shared projection numbers."""
+    x, weight = torch.randn(2, 1, 1, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    x[..., 2, :] = 0
+    mask = torch.arange(5)[None] != 2 if padded else None
+    operator = m.resolve(spec).double()
+
+    def norm_of_gradient(weight: torch.Tensor) -> torch.Tensor:
+        y = zonal.attention(x @ weight.mT, x @ weight, x, operator, causal=True, path="dense", key_padding_mask=mask)
+        assert isinstance(y, torch.Tensor)
+        return torch.autograd.grad(y.square().sum(), weight, create_graph=True)[0].square().sum()
+
+    assert torch.autograd.gradcheck(norm_of_gradient, weight.requires_grad_())

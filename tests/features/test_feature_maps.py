@@ -68,6 +68,8 @@ MAPS: dict[str, FeatureMap] = {
     "tensor": TensorProduct(square(), PositiveRandom(4, 0.3)),
     "tensor-exact": TensorProduct(square(0.1), square(0.3)),
     "hadamard": Hadamard(RandomMaclaurin(6), PositiveRandom(6, 0.3)),
+    "hadamard-unlike": Hadamard(Fourier(6), PositiveRandom(6, 0.3)),
+    "hadamard-exact": Hadamard(square(), RandomMaclaurin(DIM * (DIM + 1) // 2, degree=1)),
     "shared": SharedHadamard(6, 0.3),
     "sketched": Sketched(square(), PositiveRandom(4, 0.3), 16),
     "learned": LearnedExp(6),
@@ -237,6 +239,23 @@ def test_unbiased(name: str) -> None:
 )
 def test_the_test_of_bias_can_fail(features: FeatureMap, x: float, not_wanted: float) -> None:
     assert abs(z_score(features, x, not_wanted)) > 4.5
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        Hadamard(Fourier(6), Fourier(6)),
+        Hadamard(Stationary(6), Fourier(6, 0.7)),
+        Hadamard(Slay(eps=0.5, polynomial=None, draws=4), Slay(eps=0.5, polynomial=None, draws=4)),
+        Hadamard(TensorProduct(square(), Fourier(2)), Fourier(2 * square().dimension(DIM))),
+        Hadamard(square(), square()),
+    ],
+    ids=["fourier", "stationary", "slay", "tensor", "exact"],
+)
+def test_features_that_differ_by_index_make_a_product_biased(features: FeatureMap) -> None:
+    assert features.claim.kind == "biased"
+    wanted = features.kernel(torch.tensor(-0.7, dtype=torch.float64), DIM)
+    assert abs(z_score(features, -0.7, float(wanted))) > 4.5
 
 
 @pytest.mark.parametrize("name", [name for name, of in MAPS.items() if of.claim.kind == "exact"])
@@ -473,6 +492,10 @@ def test_nothing_to_learn() -> None:
         (lambda: Hadamard(Anchors(4), PositiveRandom(5)).prepare(DIM), "equal size"),
         (lambda: Polynomial((1.0,)), "2 to 7 coefficients"),
         (lambda: Polynomial((1.0, math.nan)), "finite"),
+        (lambda: taylor_exp(order=8), "taylor_exp: order must be a whole number of at most 6"),
+        (lambda: taylor_exp(order=0), "taylor_exp: order must be a whole number >= 1"),
+        (lambda: taylor_exp(1e80, 4), "taylor_exp: scale must lie between"),
+        (lambda: taylor_exp(0.0), "taylor_exp: scale must lie between"),
         (lambda: Polynomial.of(link.Exp()), "no polynomial"),
         (lambda: Polynomial.of(link.Gegenbauer((2.0, 3.0))), "one row"),
         (lambda: Anchors(4, "kmeans").prepare(DIM), "at least 4 keys per head are required, received none"),
@@ -496,3 +519,22 @@ def test_presets_are_the_papers(scale: str, size: int) -> None:
     assert features.rule == "laguerre"
     assert features.positive
     assert features.claim.kind == "biased"
+
+
+@pytest.mark.parametrize(
+    ("features", "known"),
+    [
+        (Slay(eps=0.5, polynomial=square()), True),
+        (Slay(eps=0.5, polynomial=TensorSketch(4)), True),
+        (Slay(eps=0.5, polynomial=None), True),
+        (Slay(eps=0.5), False),
+        (Slay(eps=0.5, polynomial=Nystrom(4)), False),
+        (Slay(eps=0.5, polynomial=square(), learn=True), False),
+        (Slay(eps=0.5, fusion="shared"), False),
+    ],
+)
+def test_slay_claims_an_error_only_for_its_own_kernel(features: Slay, known: bool) -> None:
+    """Elsewhere the error of the quadrature is not that of the whole map, and stands in the text alone."""
+    error = features.rule_used.error
+    assert features.claim.error == (error if known else None)
+    assert f"the quadrature itself is off by {error:.3g} at most" in features.claim.text

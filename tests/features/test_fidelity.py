@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from zonal import link
+from zonal.algebra import gegenbauer
 from zonal.errors import ArgumentError
 from zonal.features import (
     Anchors,
@@ -113,13 +115,25 @@ def test_mercer_bound_of_what_is_known() -> None:
     assert mercer_bound(bare, 5, 1) == pytest.approx(math.sqrt(8 / 15), rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [101, 301, 601])
-def test_mercer_bound_of_a_circle(size: int) -> None:
-    """On a circle the eigenfunctions are sines and cosines, two of each degree, and a map may keep hundreds of them."""
-    angle = torch.arange(4096, dtype=torch.float64) * (2 * math.pi / 4096)
-    share = torch.fft.fft(kernel_value(link.Yat(0.001), angle.cos())).abs().square()
+@pytest.mark.parametrize(("eps", "size"), [(0.001, 101), (0.001, 301), (0.001, 601), (1e-6, 5000), (1e-6, 8000)])
+def test_mercer_bound_of_a_circle(eps: float, size: int) -> None:
+    """On a circle the eigenfunctions are sines and cosines, two of each degree, and a map may keep thousands."""
+    angle = torch.arange(2**17, dtype=torch.float64) * (2 * math.pi / 2**17)
+    share = torch.fft.fft(kernel_value(link.Yat(eps), angle.cos())).abs().square()
     left = share.sort(descending=True).values[size:].sum() / share.sum()
-    assert mercer_bound(link.Yat(0.001), 2, size) == pytest.approx(float(left.sqrt()), rel=1e-3)
+    assert mercer_bound(link.Yat(eps), 2, size) == pytest.approx(float(left.sqrt()), rel=1e-3)
+
+
+def test_mercer_bound_of_what_little_is_left() -> None:
+    """In three dimensions, with the eigenvalues of another quadrature (Gauss-Legendre)."""
+    x, weight = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(600))
+    value = kernel_value(YAT, x)
+    squares = [
+        float((weight * value * r).sum() / 2) ** 2 * (2 * k + 1) for k, r in enumerate(gegenbauer.basis(x, 200, 2))
+    ]
+    left = sum(squares[70:]) - 100 / 141 * squares[70]  # 70^2 harmonics, and 100 of the 141 of degree 70
+    assert mercer_bound(YAT, 3, 5000) == pytest.approx(math.sqrt(left / sum(squares)), rel=1e-4)
+    assert 0.001 < math.sqrt(left / sum(squares)) < 0.0012
 
 
 def test_no_map_beats_the_bound() -> None:
@@ -205,6 +219,8 @@ def test_bad_input() -> None:
         average_error(sample("iid", 1, 4, 3, 0), link.SquaredAffine(learn_bias=True))
     with pytest.raises(ArgumentError, match="size >= 0"):
         mercer_bound(YAT, 8, -1)
+    with pytest.raises(ArgumentError, match="in 2 dimensions size must be at most 16383, received 16384"):
+        mercer_bound(YAT, 2, 16384)
 
 
 def test_projection_between() -> None:

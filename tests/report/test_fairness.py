@@ -162,6 +162,18 @@ def test_a_best_rate_at_the_edge(fair):
     )
 
 
+def test_rates_that_are_equal_have_no_edge(fair):
+    edit(fair, "runs/softmax/", final={"loss": 0.1, "accuracy": 1.0})
+    assert summary_of(fair).row("softmax").learning_rate == 0.001
+    assert summary_of(fair).flags == ()
+    # the sooner of two that reached the accuracy at which runs stop is better than the other
+    record = json.loads((fair / "comparison.json").read_text())
+    record["training"]["stop_at_accuracy"] = 0.9
+    (fair / "comparison.json").write_text(json.dumps(record))
+    edit(fair, "-lr-0.001", steps_done=120)
+    assert "the lowest (0.001) for Softmax" in sentence(fair, "edge")
+
+
 @pytest.mark.parametrize(("parameters", "flagged"), [(183_000, False), (183_100, True)])
 def test_parameters_beyond_one_per_cent(fair, parameters, flagged):
     edit(fair, "runs/sko/", parameters=parameters)

@@ -68,6 +68,65 @@ def test_runs_that_stopped_alike_are_told_apart_by_steps(tmp_path):
     assert not any("SKO is" in sentence for sentence in summary.sentences)
 
 
+def test_an_operator_with_failed_runs_does_not_reach_the_accuracy_beside_a_whole_one(tmp_path):
+    values = {"softmax": (0.95, 0.95, 0.95), "sko": (0.95, 0.0, 0.0), "linear": (0.3, 0.3, 0.3)}
+    stop = {"training": {"stop_at_accuracy": 0.9}}
+    summary = summary_of(tmp_path, values, missing=[("sko", 1), ("sko", 2)], changes=stop)
+    assert summary.headline == (
+        "No clear winner: Softmax has the best mean accuracy of the operators with 3 seeds, 0.900. With fewer seeds: "
+        "SKO 0.900 (1 seed)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "headline", "first"),
+    [
+        (
+            {"softmax": (0.0, 0.0), "sko": (0.0, 0.0)},
+            "Softmax and SKO have the same mean accuracy, 0.000, with 2 seeds.",
+            "tied",
+        ),
+        (
+            {"softmax": (0.8, 0.7, 0.6), "sko": (0.6, 0.8, 0.7), "linear": (0.7, 0.6, 0.8), "ska(power=0)": (0, 0, 0)},
+            "Softmax, SKO and Linear have the same mean accuracy, 0.700, with 3 seeds.",
+            "tied",
+        ),
+        (
+            {"softmax": (0.5,), "sko": (0.5,), "linear": (0.5,)},
+            "Softmax, SKO and Linear have the same accuracy, 0.500, with one seed.",
+            "tied",
+        ),
+        (
+            {"softmax": (0.9,), "sko": (0.5,), "linear": (0.5,)},
+            "Softmax has the best accuracy: 0.900 against 0.500 for SKO. One seed cannot show whether that is more "
+            "than chance.",
+            "leads",
+        ),
+    ],
+)
+def test_nobody_leads_where_several_are_equal(tmp_path, values, headline, first):
+    summary = summary_of(tmp_path, values)
+    assert summary.headline == headline
+    results = report.results(summary)
+    assert results.rows[0][1][results.head.index("Behind the best")].text == first
+
+
+def test_operators_without_a_seed_in_common(tmp_path):
+    summary = summary_of(tmp_path, {"softmax": (0.9, 0.0), "sko": (0.0, 0.8)}, missing=[("softmax", 1), ("sko", 0)])
+    assert summary.headline == (
+        "Softmax has the best accuracy: 0.900 against 0.800 for SKO. Without a seed in common they cannot show whether "
+        "that is more than chance."
+    )
+
+
+def test_one_run_each_does_not_show_who_trains_fastest(tmp_path):
+    sentences = summary_of(tmp_path, {"softmax": (0.9,), "linear": (0.8,)}).sentences
+    assert (
+        "Linear was the fastest in one run each: 66k tokens a second, 1.3× the speed of softmax. More seeds show "
+        "whether it is faster."
+    ) in sentences
+
+
 def test_beyond_the_stop_the_sooner_rate_is_shown(tmp_path):
     summary = summary_of(
         tmp_path, {"softmax": (0.999,)}, rates=(0.001, 0.003), changes={"training": {"stop_at_accuracy": 0.9}}

@@ -504,3 +504,15 @@ def test_signs_of_markdown_in_names_are_shown_as_they_are(tmp_path):
     assert f"| {escaped}\\|y] |" in text
     assert name not in re.sub(r"```.*?```", "", text, flags=re.S)
     assert "Remember which value goes with which key" in text
+
+
+def test_a_comparison_from_python_has_no_command_to_show(tmp_path):
+    write_comparison(tmp_path, failed={("sko", 0): "the loss became nan"}, changes={"command": ""})
+    report.write(tmp_path)
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / name).read_text()
+        assert "Made from Python; the settings are below." in text
+        assert "when the comparison is run again in its folder." in text
+        assert "One command a row" not in text
+        assert "with the same command" not in text
+        assert "``````" not in text.replace("\n", "")

@@ -43,6 +43,8 @@ def test_seconds(value, text):
         (0.98123, 0.0042, "0.981 ± 0.004"),
         (0.98123, 0.00042, "0.98123 ± 0.00042"),
         (0.98123, 0.0, "0.981 ± 0.000"),
+        (0.8, 1.36e-16, "0.800 ± 0.000"),  # of three seeds with 0.8
+        (1e-4, 1e-8, "0.00010 ± 0.00000"),
         (1.5, None, "1.500"),
         (None, None, "–"),
     ],
@@ -53,7 +55,14 @@ def test_spread_never_reads_as_zero(mean, deviation, text):
 
 @pytest.mark.parametrize(
     ("value", "half", "text"),
-    [(0.0031, 0.00015, "0.0031 ± 0.0001"), (0.69, 0.087, "0.69 ± 0.09"), (0.0, 0.0, "0"), (0.2, 1.3, "0.20 ± 1.30")],
+    [
+        (0.0031, 0.00015, "0.0031 ± 0.0001"),
+        (0.69, 0.087, "0.69 ± 0.09"),
+        (0.0, 0.0, "0"),
+        (0.2, 1.3, "0.20 ± 1.30"),
+        (1e-16, 0.0, "0"),
+        (0.25, 2e-16, "0.25 ± 0.00"),
+    ],
 )
 def test_margin(value, half, text):
     assert formats.margin(value, half) == text
@@ -164,6 +173,13 @@ def test_row_command_sets_what_differs_and_drops_places():
     assert commands.row_command(command, "sko(degrees=(2, 3))", 0.003, 420) == (
         "zonal compare --task text --data 'my file.txt' --operators 'sko(degrees=(2, 3))' --seeds 3 "
         "--learning-rates 0.003 --steps 420"
+    )
+
+
+def test_commands_of_underscores_do_not_contradict_themselves():
+    command = "zonal compare --task text --learning_rates 1e-3,3e-3 --steps=9 --mlp_ratio=2"
+    assert commands.row_command(command, "sko", 0.003, 420) == (
+        "zonal compare --task text --learning-rates 0.003 --steps 420 --mlp-ratio 2 --operators sko"
     )
 
 

@@ -2,6 +2,8 @@
 and to values.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +122,8 @@ def test_rows_have_maps_of_their_own():
         (lambda: Factor(torch.tensor([0, -1]), 2), r"received -1 … 0"),
         (lambda: Factor(torch.tensor([0.0, 1.0]), 2), "whole numbers .* received torch.float32"),
         (lambda: Buckets(torch.zeros(0, dtype=torch.int64)), "n >= 1 are required"),
+        (lambda: Buckets(torch.tensor([0.0, math.nan])), "Buckets: whole numbers .* received torch.float32"),
+        (lambda: Buckets(torch.zeros(2, dtype=torch.complex64)), "Buckets: whole numbers .* received torch.complex64"),
         (lambda: Tokens(0), "Tokens: count must be a whole number >= 1"),
         (lambda: Factor.identity(3).then(Factor.identity(2)), "a map of 3 buckets is required, received one of 2"),
         (

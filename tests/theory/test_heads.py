@@ -181,6 +181,13 @@ def test_an_empty_first_row_counts_for_nothing() -> None:
         assert math.isfinite(head.uniform + head.by_columns + sum(head.by_rank) + sum(head.refined))
 
 
+def test_heads_that_see_no_key_at_all() -> None:
+    """The whole sequence lies in the first chunk, and a chunk sees earlier ones only: nothing diverges."""
+    attention = nn.Attention(12, 2, m.softmax(prior=prior.ChunkCausal(16)))
+    for head in forms(attention, inputs(1, 7, 12), (1, 2), refine=2):
+        assert (head.uniform, head.by_columns, head.by_rank, head.refined) == (0, 0, (0, 0), (0, 0))
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [((), "rising ranks"), ((2, 2), "rising ranks"), ((1, 9), "number of tokens, 8"), ((0,), "whole number >= 1")],

@@ -157,6 +157,10 @@ def test_support_is_of_each_row_of_a_batch():
         ),
         (lambda: influence.reach(torch.ones(3, 3)), "must be bool.*received torch.float32"),
         (
+            lambda: influence.reach(torch.ones(3, dtype=torch.bool)),
+            r"must be bool.*received torch.bool of shape \(3,\)",
+        ),
+        (
             lambda: influence.reach([relation(3, 0), relation(4, 0)]),
             r"one number of tokens are required, received \[3, 4\]",
         ),

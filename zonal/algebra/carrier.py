@@ -9,6 +9,15 @@ from zonal.algebra.declaration import require, require_whole
 from zonal.errors import ArgumentError
 
 
+def _require_labels(name: str, labels: Tensor) -> None:
+    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    require(
+        whole and labels.ndim >= 1 and labels.numel() > 0,
+        f"{name}: whole numbers (..., n) with n >= 1 are required, received {labels.dtype} of shape "
+        f"{tuple(labels.shape)}.",
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Factor:
     """A map from a finer carrier onto a coarser one.
@@ -23,19 +32,10 @@ class Factor:
     size: int
 
     def __post_init__(self) -> None:
-        to = self.to
         require_whole("Factor: size", self.size)
-        whole = (
-            to.ndim >= 1
-            and to.numel() > 0
-            and to.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-        )
-        require(
-            whole,
-            f"Factor: whole numbers (..., n) with n >= 1 are required, received {to.dtype} of shape {tuple(to.shape)}.",
-        )
-        object.__setattr__(self, "to", to.long())
-        low, high = (int(x) for x in to.aminmax())
+        _require_labels("Factor", self.to)
+        object.__setattr__(self, "to", self.to.long())
+        low, high = (int(x) for x in self.to.aminmax())
         require(
             low >= 0 and high < self.size, f"Factor: entries must lie in 0 … {self.size - 1}, received {low} … {high}."
         )
@@ -115,7 +115,8 @@ class Buckets:
     """
 
     def __init__(self, labels: Tensor) -> None:
-        self.map = Factor(labels, int(labels.max()) + 1 if labels.numel() else 1)
+        _require_labels("Buckets", labels)
+        self.map = Factor(labels, int(labels.max()) + 1)
 
     @property
     def labels(self) -> Tensor:

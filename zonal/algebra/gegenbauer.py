@@ -5,6 +5,7 @@ R_0 = 1, R_1 = x, R_k = [2 (k + lam - 1) x R_{k-1} - (k - 1) R_{k-2}] / (k + 2 l
 
 import functools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import torch
@@ -40,6 +41,20 @@ def _monomial_rows(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     return _monomials(degree, q)
 
 
+@functools.lru_cache(maxsize=64)
+def _amplification(degree: int, q: int) -> float:
+    return max(sum(map(abs, line)) for line in _monomials(degree, q))
+
+
+@constant
+def amplification(degree: int, q: int) -> float:
+    """By how much Horner's scheme on monomials multiplies rounding errors, relative to R_k(1) = 1.
+
+    It is the largest sum of the |monomial coefficients| of R_0 … R_degree.
+    """
+    return _amplification(degree, q)
+
+
 @kept
 def to_monomials(degree: int, q: int) -> Tensor:
     """The matrix (degree + 1, degree + 1) whose row k holds the monomial coefficients of R_k.
@@ -67,6 +82,15 @@ def basis(x: Tensor, count: int, q: int) -> list[Tensor]:
         a, b = _step(k, q)
         values.append(float(a) * x * values[-1] - float(b) * values[-2])
     return values
+
+
+def each(x: Tensor, count: int, q: int) -> Iterator[Tensor]:
+    """``basis``, one at a time."""
+    value, after = torch.ones_like(x), x
+    for k in range(count):
+        yield value
+        a, b = _step(k + 2, q)
+        value, after = after, float(a) * x * after - float(b) * value
 
 
 def series(x: Tensor, c: Tensor, q: int) -> Tensor:

@@ -10,7 +10,7 @@ import tyro
 from zonal import ingest
 from zonal.errors import ArgumentError
 from zonal.ingest.asking import CANDIDATES, LEAST
-from zonal.limits import COUNT, SHARE
+from zonal.limits import COUNT, Between
 
 DESCRIPTION = """\
 Find the span of text that fits a question best, among all texts that `zonal ingest` has read into a memory. Prints the
@@ -31,7 +31,7 @@ class Ask:
     """The folder that zonal ingest wrote."""
     question: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTION")] = None
     """Words to look for. A word fits only as it is written, in lower or upper case."""
-    least: Annotated[float, SHARE] = LEAST
+    least: Annotated[float, Between(1e-6, 1)] = LEAST
     """The share of the question's words, weighed by how rare they are, that an answer must have."""
     top: Annotated[int, COUNT] = 1
     """Answers at most."""

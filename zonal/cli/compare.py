@@ -15,9 +15,10 @@ from zonal.cli import parse, presets
 from zonal.cli.console import screen
 from zonal.cli.options import (
     STOPPED,
-    ModelOptions,
     RunOptions,
     folder_of,
+    given_of_model,
+    given_options,
     refuse_settings,
     refuse_threads,
     shown,
@@ -107,18 +108,20 @@ def defaults(words: Sequence[str]) -> Compare | None:
 
 def specification(options: Compare, command: str) -> ComparisonSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
-    base = named_model(options)
+    base, own = named_model(options, command), given_of_model(command)
     dim, count = (options.model.dim, options.model.layers) if base is None else (base.dim, len(base.layers))
     experiment = None if options.preset is None else presets.find(options.preset, "compare")
     operators = (
-        (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
+        parse.operators(options.operators)
+        if base is None or "--operators" in given_options(command)
+        else (entry_of(base.layers),)
     )
     if experiment is not None:
         operators = tuple(map(experiment.layers_of, operators))
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
     steps, budget = training_steps(options.training, options.budget)
     shapes = {
-        operator: dataclasses.replace(options.model, **shape)
+        operator: dataclasses.replace(options.model, **{name: shape[name] for name in shape if name not in own})
         for operator in operators
         if experiment is not None and base is None and (shape := experiment.shape_of(operator))
     }
@@ -150,21 +153,14 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     )
 
 
-def _given(options: Compare) -> bool:
-    """Whether --operators was given, rather than left as it is by default or in a preset."""
-    expected = Compare.operators if options.preset is None else presets.find(options.preset, "compare").operators
-    return options.operators != expected
-
-
-def named_model(options: Compare) -> ModelConfig | None:
+def named_model(options: Compare, command: str) -> ModelConfig | None:
     """The model of --model-preset.
 
     Raises: ArgumentError for an unknown name, and when it comes with options of the model.
     """
     if options.model_preset is None:
         return None
-    expected = ModelOptions() if options.preset is None else presets.find(options.preset, "compare").model
-    if options.model != expected:
+    if given_of_model(command):
         raise ArgumentError(
             "compare: --model-preset names the whole shape. Leave out the model's options, or leave out --model-preset."
         )

@@ -6,6 +6,7 @@ command, which the report prints, so that a reader can run one part alone.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from zonal import report
 from zonal.cli import compare, parse
 from zonal.cli.compare import Compare
 from zonal.cli.options import STOPPED, ModelOptions, TaskOptions, TrainingOptions, command_line
+from zonal.errors import ArgumentError
 from zonal.training import Comparison
+from zonal.training.plan import SmallBudgetError
 
 OPERATORS = "softmax,sko,squared_affine,linear,ska(power=0)"
 
@@ -100,8 +103,14 @@ def run(options: Demo, command: str) -> int:
         for folder, settings in parts(options)
     ]
     codes: list[int] = []
-    for comparison, settings in comparisons:
-        result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
+    for (comparison, settings), (_, share, _) in zip(comparisons, PARTS, strict=True):
+        try:
+            result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
+        except SmallBudgetError as error:
+            raise ArgumentError(
+                f"demo: --budget {options.budget} is too small; about {math.ceil(error.needed / share)} s are needed. "
+                "Give as much, and another folder with --out, or leave --budget out."
+            ) from error
         if comparison.plan is None or result.status == "stopped":
             print(f"Stopped. Run the same command to resume: {command}")
             return STOPPED

@@ -164,7 +164,8 @@ def _check(options: Explain) -> None:
     plain = Explain()
     if options.look.model is None:
         others = replace(plain, look=options.look, run=options.run)
-        why = "needs --model" if options.run == plain.run else "needs --model and --gpus"
+        alone = options.run == plain.run or options.run.gpus is not None
+        why = "needs --model" if alone else "needs --model and --gpus"
     elif options.run.gpus is not None:
         look = replace(options.look, model=None)
         others = replace(options, look=look, run=plain.run, json=False, dtype=plain.dtype)

@@ -37,12 +37,17 @@ def shown(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({default})")
 
 
+def given_options(command: str) -> list[str]:
+    """The options that stand on a command line, at their defaults or not: each once, as --help writes it."""
+    words = (word.partition("=")[0].replace("_", "-") for word in shlex.split(command) if word.startswith("--"))
+    return list(dict.fromkeys(words))
+
+
 def refuse_settings(call: str, folder: Path, command: str, *kept: str) -> None:
     """Raises: ArgumentError where --resume comes with settings, which the folder has already: any option of the command
     line but ``kept``, at its default or not.
     """
-    words = (word.partition("=")[0].replace("_", "-") for word in shlex.split(command) if word.startswith("--"))
-    given = [word for word in dict.fromkeys(words) if word not in ("--resume", *kept)]
+    given = [option for option in given_options(command) if option not in ("--resume", *kept)]
     if given:
         raise ArgumentError(
             f"{call}: --resume goes on with the settings in {folder}, so {', '.join(given)} would change nothing. "
@@ -102,6 +107,12 @@ class ModelOptions(ModelSettings):
             "causal": task.causal, "conv": (4 if task.causal else 0) if self.conv is None else self.conv,
         }  # fmt: skip
         return ModelConfig(**{**vars(self), **changes})
+
+
+def given_of_model(command: str) -> set[str]:
+    """The fields of ``ModelOptions`` that stand on a command line, at their defaults or not."""
+    names = {option.removeprefix("--no-").removeprefix("--").replace("-", "_") for option in given_options(command)}
+    return names & {field.name for field in dataclasses.fields(ModelOptions)}
 
 
 @dataclass(frozen=True)

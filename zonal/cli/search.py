@@ -78,7 +78,7 @@ class SearchOptions(RunOptions, SearchSettings):
 def specification(options: SearchOptions, command: str) -> SearchSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
     # names are checked before the data is read
-    layers = layers_of(options.operator, options.model.layers)
+    layers = layers_of("search", options.operator, options.model.layers, command)
     kinds = tuple(part.strip() for part in options.moves.split(","))
     palette, seeds = parse.operators(options.palette, "--palette"), parse.seeds(options.seeds)
     task = options.task.resolve("search")
@@ -149,7 +149,7 @@ def _asked(search: Search) -> SearchOptions:
 def tell(result: SearchResult, search: Search) -> int:
     """Print what came of it; returns the exit code."""
     paths = report.write(search.directory)
-    for line in report.headline(read_json(search.directory / "findings.json")):
+    for line in report.headline(*(read_json(search.directory / name) for name in ("search.json", "findings.json"))):
         print(line)
     if result.status == "stopped":
         again = f"zonal search --resume {shlex.quote(str(search.directory))}"

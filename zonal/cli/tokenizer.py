@@ -49,6 +49,10 @@ def run(options: TokenizerOptions, command: str) -> int:
     """Run the command. Returns 0."""
     if options.out is None:
         raise ArgumentError("tokenizer: --out is required: the file to write, such as bpe.json.")
+    if options.out.exists():
+        raise ArgumentError(
+            f"tokenizer: --out {options.out} exists already; name a new file, or remove that one first."
+        )
     source = open_source(options.data)
     total = sum(count for _, count in _pieces(source))
     # as zonal.tasks.text cuts, so that no byte of what it holds out is read

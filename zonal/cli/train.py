@@ -10,7 +10,7 @@ from typing import Annotated
 from zonal import tasks
 from zonal.cli import parse, presets
 from zonal.cli.app import MISTAKE
-from zonal.cli.options import STOPPED, ModelOptions, RunOptions, folder_of, shown, title
+from zonal.cli.options import STOPPED, RunOptions, folder_of, given_of_model, given_options, shown, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES, RATE, SEED
@@ -90,23 +90,23 @@ def defaults(words: Sequence[str]) -> Train | None:
     )
 
 
-def layers_of(text: str, layers: int) -> tuple[str, ...]:
+def layers_of(call: str, text: str, layers: int, command: str) -> tuple[str, ...]:
     """The operator of each layer.
 
-    Raises: ArgumentError when a list has another length than an asked-for number of layers.
+    Raises: ArgumentError when a list has another length than --layers on the command line.
     """
     operators = layer_list(text, "--operator")
     if len(operators) == 1:
         return operators * layers
-    if layers not in (len(operators), ModelOptions().layers):
+    if layers != len(operators) and "--layers" in given_options(command):
         raise ArgumentError(
-            f"train: --operator names {len(operators)} layers, --layers asks for {layers}. "
+            f"{call}: --operator names {len(operators)} layers, --layers asks for {layers}. "
             "Give one operator, one per layer, or leave --layers out."
         )
     return operators
 
 
-def model_of(options: Train, task: tasks.Task) -> ModelConfig:
+def model_of(options: Train, task: tasks.Task, command: str) -> ModelConfig:
     """The model of the options, with the vocabulary of the task.
 
     Raises: ArgumentError when a model by name comes with options of the model.
@@ -115,9 +115,8 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
         operator = options.operator
         if options.preset is not None:
             operator = presets.find(options.preset, "train").layers_of(operator)
-        return options.model.config(task, layers_of(operator, options.model.layers))
-    plain = defaults(() if options.preset is None else (presets.OPTION, options.preset)) or Train()
-    if (options.operator, options.model) != (plain.operator, plain.model):
+        return options.model.config(task, layers_of("train", operator, options.model.layers, command))
+    if "--operator" in given_options(command) or given_of_model(command):
         raise ArgumentError(
             "train: --model-preset names the whole model. Leave out --operator and the model's options, "
             "or leave out --model-preset."
@@ -148,7 +147,7 @@ def _train(options: Train, command: str, processes: Processes) -> int:
     config: TrainConfig = options.training.config(
         _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed
     )
-    shape = model_of(options, task)
+    shape = model_of(options, task, command)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
     model = language_model(shape, options.seed)

@@ -249,7 +249,7 @@ def resolve(name: str) -> Tokenizer:
     if name not in _TOKENIZERS and Path(name).exists():
         raise ArgumentError(f"tokenizers.resolve: the file of a tokeniser must end with .json, received {name!r}.")
     if name not in _TOKENIZERS:
-        raise unknown_name("tokenizers.resolve", "tokenizer", name, _TOKENIZERS)
+        raise unknown_name("tokenizers.resolve", "tokenizer", name, [*_TOKENIZERS, "the path of a tokenizer.json"])
     return _shipped(name)
 
 

@@ -110,7 +110,8 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
     for queries.
     ``trivial``: phi(x) = x on both sides. ``unit``: the claim and the positivity hold for vectors of length one only.
     ``learned``: names in ``prepare`` that are trained. ``chosen``: names in ``prepare`` that are taken from given keys.
-    ``nonnegative``: every feature is >= 0, so that rounding cannot make phi_q . phi_k negative.
+    ``nonnegative``: every feature is >= 0, so that rounding cannot make phi_q . phi_k negative. ``alike``: the products
+    phi_q,i phi_k,i of all features i have the same expectation over seeds.
     """
 
     slot: ClassVar[str] = "features"
@@ -119,6 +120,7 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
     learned: ClassVar[tuple[str, ...]] = ()
     chosen: ClassVar[tuple[str, ...]] = ()
     nonnegative: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
     claim: ClassVar[Claim]
 
     @property

@@ -1,6 +1,7 @@
 """The error of a feature map's outputs relative to its kernel, and a lower bound of the error for maps of its size."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,6 @@ from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import require
 from zonal.algebra.link import Link
 from zonal.features.base import Buffers, FeatureMap
-from zonal.features.fit import uniform_angles
 from zonal.features.learned import rows
 
 Inputs = Literal["iid", "anisotropic", "peaked"]
@@ -19,7 +19,8 @@ INPUTS: tuple[Inputs, ...] = ("iid", "anisotropic", "peaked")
 Readout = Callable[[Tensor], Tensor]
 _PEAK = 0.9
 _DEGREES = 64
-_MOST_DEGREES = 2048  # half of the angles, beyond which sums over them see no difference between degrees
+_ANGLES = 2**15  # the narrowest Yat kernel, of eps = 1e-6, is 30 steps wide
+_MOST_DEGREES = _ANGLES // 4
 
 
 class OutputFidelity(NamedTuple):
@@ -121,29 +122,47 @@ def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: R
     return kernel_fidelity(torch.ones_like(data.q @ data.k.mT), data, kernel, causal=causal, readout=readout).error
 
 
+def _angles(dim: int) -> tuple[Tensor, Tensor]:
+    """``uniform_angles``, exact for polynomials of any degree below ``_ANGLES`` - dim, also in odd dimensions."""
+    theta = (torch.arange(_ANGLES, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / _ANGLES)
+    weight = theta.sin() ** (dim - 2)
+    if dim % 2:  # then sin(theta) d theta = dx has the weights of Fejer's first rule, and the rest is a polynomial of x
+        k = torch.arange(_ANGLES // 2 + 1, dtype=torch.float64, device="cpu")
+        fejer = torch.fft.irfft(torch.polar(2 / (1 - 4 * k.square()), k * (math.pi / _ANGLES)), n=_ANGLES)
+        weight = theta.sin() ** (dim - 3) * fejer
+    return theta.cos(), weight / weight.sum()
+
+
 def mercer_bound(kernel: Link, dim: int, size: int) -> float:
     """The smallest relative RMS error of the kernel over all maps of ``size`` features that do not depend on data.
 
     For independent uniform unit vectors, the eigenfunctions are the harmonics. The eigenvalue of degree n is E k(x)
     R_n(x) with multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. The bound is on the kernel;
     errors of outputs follow it closely.
+
+    Raises: ArgumentError for a learned kernel, dim < 2, and more features than the first 8192 degrees have harmonics.
     """
     require(
         dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}."
     )
-    x, weight = uniform_angles(dim)
+    x, weight = _angles(dim)
     value = kernel_value(kernel, x)
-    total = float((weight * value.square()).sum())
     counts: list[int] = []
     # a circle has two harmonics of each degree, so that a large map may keep far more than the first degrees
     while len(counts) < _DEGREES or (sum(counts) < size and len(counts) < _MOST_DEGREES):
         counts.append(gegenbauer.harmonic_dimension(len(counts), dim - 1))
-    eigenvalues = [float((weight * value * r).sum()) for r in gegenbauer.basis(x, len(counts), dim - 1)]
-    kept, left = 0.0, size
-    for eigenvalue, count in sorted(zip(eigenvalues, counts, strict=True), key=lambda pair: -abs(pair[0])):
+    require(
+        size <= sum(counts), f"mercer_bound: in {dim} dimensions size must be at most {sum(counts)}, received {size}."
+    )
+    weighted = weight * value
+    total = float((weighted * value).sum())
+    squares = [float((weighted * r).sum()) ** 2 for r in gegenbauer.each(x, len(counts), dim - 1)]
+    # what is left is summed: 1 - kept would lose a small rest to rounding
+    rest, left = max(0.0, total - sum(map(operator.mul, squares, counts))), size
+    for square, count in sorted(zip(squares, counts, strict=True), reverse=True):
         taken = min(left, count)
-        kept, left = kept + taken * eigenvalue**2, left - taken
-    return math.sqrt(max(0.0, 1 - kept / total))
+        rest, left = rest + (count - taken) * square, left - taken
+    return math.sqrt(rest / total)
 
 
 __all__ = [

@@ -37,6 +37,10 @@ class Fused(FeatureMap, abc.ABC, abstract=True):
     def nonnegative(self) -> bool:
         return self.left.nonnegative and self.right.nonnegative
 
+    @property
+    def alike(self) -> bool:
+        return self.left.alike and self.right.alike
+
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         return self.left.kernel(x, dim) * self.right.kernel(x, dim)
 
@@ -116,22 +120,21 @@ class TensorProduct(Fused):
 
 @dataclass(frozen=True)
 class Hadamard(Fused):
-    """phi_i = sqrt(m) phi_left,i phi_right,i, for two maps of m features that are independent draws of one form each.
+    """phi_i = sqrt(m) phi_left,i phi_right,i, for two independent maps of m features.
 
-    Unbiased for the product of kernels if each feature of both maps is unbiased on its own and the maps are independent
-    (random Maclaurin with positive random features). It has m terms where the tensor product has m^2, and therefore a
-    larger variance.
+    Unbiased for the product of kernels if both maps are unbiased and the features of at least one are ``alike`` (random
+    Maclaurin with positive random features). It has m terms where the tensor product has m^2, and therefore a larger
+    variance.
 
     Raises: ArgumentError for maps of different sizes, when the sizes are known.
     """
 
     @property
     def claim(self) -> Claim:
-        if "exact" in (self.left.claim.kind, self.right.claim.kind):
-            return Claim(
-                "biased", "features of an exact map are not draws of one form: matching them by index mixes kernels"
-            )
-        return self._product_claim(True, "index by index, two independent draws")
+        claim = self._product_claim(True, "index by index, two independent draws")
+        if claim.kind == "unbiased" and not (self.left.alike or self.right.alike):
+            return Claim("biased", "features of both maps differ by index: matching them by it mixes kernels")
+        return claim
 
     def dimension(self, dim: int) -> int:
         left, right = self.left.dimension(dim), self.right.dimension(dim)
@@ -165,6 +168,10 @@ class Sketched(Fused):
     def nonnegative(self) -> bool:
         return False
 
+    @property
+    def alike(self) -> bool:
+        return True
+
     def dimension(self, dim: int) -> int:
         return self.size
 
@@ -197,6 +204,7 @@ class SharedHadamard(FeatureMap):
 
     claim = Claim("unbiased", "of another kernel than x^2 e^(2 s x)")
     nonnegative = True
+    alike = True
 
     draws: int
     s: float = 0.5

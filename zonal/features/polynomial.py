@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Link
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
 from zonal.features.symmetric import SymmetricPowers
@@ -112,7 +112,15 @@ def taylor_exp(scale: float = 1.0, order: int = 2) -> Polynomial:
     """sum_{k <= order} (scale x)^k / k!, the Taylor polynomial of exp(scale x); positive for even orders at any length.
 
     Order 2 with scale = 1/sqrt(d) are the features of Based (Arora et al. 2024).
+
+    Raises: ArgumentError for orders other than 1 to 6, and |scale| outside [1e-6, 1e6].
     """
+    require_whole("taylor_exp: order", order, most=6)
+    require(
+        1e-6 <= abs(scale) <= 1e6,
+        f"taylor_exp: scale must lie between 1e-6 and 1e6 in magnitude, so that float32 holds its powers, received "
+        f"{scale!r}.",
+    )
     return Polynomial(tuple(scale**k / math.factorial(k) for k in range(order + 1)), anywhere=True)
 
 

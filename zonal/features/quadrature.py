@@ -1,8 +1,8 @@
 """1/y = int_0^inf e^(-s y) ds as a finite sum of exponentials, for y = 2 + eps - 2 x in [eps, 4 + eps], x in [-1, 1].
 
-``laguerre`` gives the Gauss-Laguerre nodes of SLAY: exact near x = 0, with error (1 + eps)^(-2R) at x = 1. ``minimax``
-gives the nonnegative nodes with the smallest maximum relative error over x: 1.0% with 5 nodes at eps = 0.01, where
-Laguerre needs 231.
+``laguerre`` gives the Gauss-Laguerre nodes of SLAY: exact near x = 0, with an error at x = 1 that falls like
+(1 + eps)^(-2R) and is larger than this (0.10, not 0.06, with 2 nodes at eps = 1). ``minimax`` gives the nonnegative
+nodes with the smallest maximum relative error over x: 1.0% with 5 nodes at eps = 0.01, where Laguerre needs 236.
 """
 
 import functools

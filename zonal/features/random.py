@@ -28,6 +28,7 @@ class PositiveRandom(FeatureMap):
 
     unit = False
     nonnegative = True
+    alike = True
 
     draws: int
     s: float = 0.5
@@ -141,6 +142,7 @@ class _Power(FeatureMap):
     """Base of maps with E phi(u) . phi(v) = (u . v)^degree for vectors of any length, in ``size`` features."""
 
     unit = False
+    alike = True
 
     size: int
     degree: int = 2

@@ -71,6 +71,10 @@ class Stationary(FeatureMap):
     def nonnegative(self) -> bool:
         return not self.signed
 
+    @property
+    def alike(self) -> bool:
+        return not self.signed  # a cosine and a sine differ
+
     def dimension(self, dim: int) -> int:
         return self.size
 

@@ -78,7 +78,7 @@ def polynomial_square(
     elif coefficients is None:
         coefficients = (0.1, 0.3, 1.0)
     spec = None
-    if data is not None:
+    if degree is not None:
         spec = f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
     return Operator(
         Cosine(),

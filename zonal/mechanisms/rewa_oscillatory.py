@@ -35,7 +35,7 @@ def rewa_oscillatory(
     Keys one period apart agree. amplitudes, decays, frequencies: initial values of a (of any sign), b > 0 and w,
     learned per head (``link.Oscillatory``). The other arguments are those of ``rewa``.
 
-    Raises: ArgumentError as ``rewa`` does, and for lists of unequal length. Source: REWA (004).
+    Raises: ArgumentError as ``rewa`` and ``link.Oscillatory`` do. Source: REWA (004).
     """
     operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
     return Operator(

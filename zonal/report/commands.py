@@ -15,7 +15,7 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            current = options.setdefault(name, [])
+            current = options.setdefault(name.replace("_", "-"), [])  # both forms are read
             current.clear()
             if equals:
                 current.append(value)

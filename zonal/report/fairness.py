@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from zonal.evaluation.selection import capped
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats
 from zonal.report.records import ComparisonData, Metrics, Run
@@ -201,13 +202,28 @@ def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     )
 
 
+def _ends(data: ComparisonData, row: Operator, rate: float) -> list[tuple[float, int]]:
+    """Headline number and steps of the runs of an operator at a rate, of the seeds that tried all rates."""
+    return sorted(
+        (capped(value, data.stop), run.steps_done)
+        for run in data.runs
+        if (run.operator, run.learning_rate) == (row.operator, rate) and run.seed in data.screening
+        if run.done and run.final is not None and (value := run.final.value(data.metric)) is not None
+    )
+
+
 def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     grid = sorted(data.learning_rates)
     if len(grid) < 2:
         return None
     sides: Mapping[str, list[Operator]] = {
-        f"the {name} ({formats.rate(rate)})": [row for row in rows if row.learning_rate == rate]
-        for name, rate in (("lowest", grid[0]), ("highest", grid[-1]))
+        f"the {name} ({formats.rate(rate)})": [
+            # no better than the rate beside it, it says nothing of those beyond
+            row
+            for row in rows
+            if row.learning_rate == rate and _ends(data, row, rate) != _ends(data, row, beside)
+        ]
+        for name, rate, beside in (("lowest", grid[0], grid[1]), ("highest", grid[-1], grid[-2]))
     }
     at = [row for side in sides.values() for row in side]
     if not at:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 MISSING = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# a difference, or a share of a mean: what is smaller came from the last digits of floating-point numbers
+_ROUNDING = 1e-9
 
 
 def number(value: float | None, decimals: int = 3) -> str:
@@ -29,6 +31,7 @@ def difference(value: float) -> str:
 
 def margin(value: float, half: float) -> str:
     """``0.0031 ± 0.0002``: a difference and half of its interval with the same decimals, the coarser of which shows."""
+    value, half = (0.0 if abs(number) < _ROUNDING else number for number in (value, half))
     if value == 0 and half == 0:
         return "0"
     smaller = min(abs(number) for number in (value, half) if number)
@@ -62,12 +65,15 @@ def date(text: str) -> str:
 
 
 def spread(mean: float | None, deviation: float | None, decimals: int = 3) -> str:
-    """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed."""
+    """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed.
+
+    A deviation that is rounding counts as zero.
+    """
     if mean is None:
         return MISSING
     if deviation is None:
         return number(mean, decimals)
-    if 0 < deviation < 10**-decimals / 2:
+    if _ROUNDING * abs(mean) < deviation < 10**-decimals / 2:
         decimals = min(5, 1 - math.floor(math.log10(deviation)))
     return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 

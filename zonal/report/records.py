@@ -254,7 +254,7 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
     if not runs:
         raise FileFormatError(
             f"report: {folder} has no runs yet (no runs/*/*/run.json). "
-            f"Run the comparison first: {record.get('command', 'zonal compare')}"
+            f"Run the comparison first: {record.get('command') or 'zonal compare'}"
         )
     with understood("report", path):
         data = made(ComparisonData, {**record, "directory": folder, "runs": ()}, "comparison")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zonal import store
+from zonal.evaluation.statistics import difference_within_spread
 from zonal.report import formats, page, table
 
 SCHEMA = 1
@@ -70,7 +71,7 @@ def context(
         "title": search["title"],
         "description": search["task_description"],
         "measured": found["measured"],
-        "headline": headline(found),
+        "headline": headline(search, found),
         "facts": _facts(search, found),
         "rounds": _rounds(found),
         "regimes": _regimes(regimes),
@@ -99,6 +100,10 @@ def _cost(rung: Mapping[str, Any] | None) -> str:
     return formats.MISSING if rung is None else formats.spread(rung["cost"]["mean"], rung["cost"]["deviation"])
 
 
+def _by_seed(rung: Mapping[str, Any]) -> dict[int, float]:
+    return {int(seed): cost for seed, cost in rung["by_seed"].items()}
+
+
 def _interval(effort: Mapping[str, Any]) -> str:
     """``-0.12 ± 0.03``: mean and half of its interval, with a sign."""
     mean, low, high = effort["mean"], effort["low"], effort["high"]
@@ -110,8 +115,8 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}" if abs(value) >= 5e-5 else "0"
 
 
-def headline(found: Mapping[str, Any]) -> list[str]:
-    """The result of the search in one or two sentences."""
+def headline(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """The result of the search in a few sentences."""
     regimes, rounds = found["regimes"], found["rounds"]
     accepted = sum(each["accepted"] for each in rounds)
     walk = (
@@ -121,21 +126,34 @@ def headline(found: Mapping[str, Any]) -> list[str]:
     if found["winner"] is None:
         return ["No regime has been trained to the last rung yet.", walk]
     start, winner = regimes[0], regimes[found["winner"]]
+    # both have costs: a search whose start has failed has no winner
+    best, first = (
+        max((rung for rung in regime["rungs"] if rung["cost"]), key=lambda rung: rung["steps"])
+        for regime in (winner, start)
+    )
+    guess = search.get("guess")  # a search of an earlier version has none
+    learned = guess is None or best["cost"]["mean"] < guess
+    than_guess = "" if learned else f" That is no better than a guess ({formats.number(guess)})."
     if found["winner"] == 0:
         most = max(rung["steps"] for rung in start["rungs"])
         others = sum(any(rung["steps"] == most and rung["cost"] for rung in regime["rungs"]) for regime in regimes) - 1
-        has = f"{start['label']}: {found['measured']} {_cost(_last(start))}"
+        has = f"{start['label']}: {found['measured']} {_cost(first)}"
         if not others:
-            return [f"No other regime came to the last rung than the start, {has}.", walk]
+            return [f"No other regime came to the last rung than the start, {has}.{than_guess}", walk]
         verdict = (
             "The one other that came to the last rung is no better"
             if others == 1
             else f"None of the {others} others that came to the last rung is better"
         )
-        return [f"{verdict} than the start, {has}.", walk]
+        return [f"{verdict} than the start, {has}.{than_guess}", walk]
+    seeds = {
+        "within the spread": " The difference is within the spread over seeds.",
+        "not decidable": " One seed cannot show whether that is more than chance.",
+        "beyond the spread": "",
+    }[difference_within_spread(_by_seed(best), _by_seed(first)).verdict]
     return [
-        f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against "
-        f"{_cost(_last(start))} for the start, {start['label']}.",
+        f"{winner['label']} is the best that was found: {found['measured']} {_cost(best)} against "
+        f"{_cost(first)} for the start, {start['label']}.{than_guess}{seeds}",
         walk,
     ]
 

@@ -7,6 +7,7 @@ same seed means the same data in the same order and the same initial values of s
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -275,8 +276,22 @@ def _words(
 
 
 def _stopped(data: ComparisonData, rows: Sequence[Row]) -> list[str]:
-    """The operators whose every run reached the accuracy at which runs stop."""
-    return [row.operator for row in rows if set(_scores(data, row).values()) == {data.stop}]
+    """The operators with as many scores as the first, all of them the accuracy at which runs stop."""
+    whole = [data.stop] * len(_scores(data, rows[0]))
+    return [row.operator for row in rows if list(_scores(data, row).values()) == whole]
+
+
+def tied(data: ComparisonData, rows: Sequence[Row]) -> list[Row]:
+    """The operators with as many scores as the first and, but for rounding, the same mean; the first is one of them."""
+    first, *others = (spread(list(_scores(data, row).values())) for row in rows)
+    return [
+        rows[0],
+        *(
+            row
+            for row, found in zip(rows[1:], others, strict=True)
+            if found.n == first.n and math.isclose(found.mean, first.mean, rel_tol=1e-9)
+        ),
+    ]
 
 
 def _headline(
@@ -301,13 +316,18 @@ def _headline(
     fewer = [
         f"{labels[operator]} {formats.number(found.mean)} ({found.n} seed{'s' * (found.n > 1)})"
         for operator, found in scores.items()
-        if found.n < best.n and (sign * (found.mean - best.mean) > 0 or behind.get(operator, 0) < 0)
+        if found.n < best.n and (sign * (found.mean - best.mean) >= 0 or behind.get(operator, 0) < 0)
     ]
     if fewer:
         return (
             f"No clear winner: {leader} has the best mean {name} of the operators with {best.n} seeds, "
             f"{formats.number(best.mean)}. With fewer seeds: {formats.enumerate_names(fewer)}."
         )
+    if len(equal := tied(data, ordered)) > 1:
+        names = formats.enumerate_names([labels[row.operator] for row in equal])
+        same = name if best.n == 1 else f"mean {name}"
+        seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
+        return f"{names} have the same {same}, {formats.number(best.mean)}, with {seeds}."
     within = [labels[verdict.other] for verdict in verdicts if verdict.within]
     beyond = [verdict for verdict in verdicts if verdict.within is False]
     second = beyond[0].other if beyond and not within else ordered[1].operator
@@ -332,9 +352,8 @@ def _headline(
             f"{leader} is ahead in {name}: {figures}. The difference, {formats.difference(beyond[0].behind)}, "
             f"is larger than the spread over seeds.{others}"
         )
-    if best.mean == scores[second].mean:
-        return f"{leader} and {labels[second]} have the same {name}, {formats.number(best.mean)}, with one seed."
-    return f"{leader} has the best {name}: {figures}. One seed cannot show whether that is more than chance."
+    seeds = "One seed" if second in behind else "Without a seed in common they"
+    return f"{leader} has the best {name}: {figures}. {seeds} cannot show whether that is more than chance."
 
 
 def _differences(
@@ -375,13 +394,15 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
         ratio = fastest[0].speed_ratio
         against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and ratio >= 1.05 else ""
         figures = f"{formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}"
-        if _told_apart_in_speed(rows, fastest[0]):
-            notes.append(f"{labels[fastest[0].operator]} trains fastest: {figures}.")
-        else:
+        leader, told = labels[fastest[0].operator], _told_apart_in_speed(rows, fastest[0])
+        if "within the spread" in told:
             notes.append(
-                f"{labels[fastest[0].operator]} has the highest mean speed of training, {figures}, "
-                "within the spread of these runs."
+                f"{leader} has the highest mean speed of training, {figures}, within the spread of these runs."
             )
+        elif "not decidable" in told:
+            notes.append(f"{leader} was the fastest in one run each: {figures}. More seeds show whether it is faster.")
+        else:
+            notes.append(f"{leader} trains fastest: {figures}.")
     lengths = sorted({length for row in rows for length in row.memory_bytes})
     if len(lengths) > 1:
         last = lengths[-1]
@@ -399,20 +420,15 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
-    """Whether the fastest is faster than each other operator beyond the spread over seeds; one run a side has no spread
-    to exceed.
-    """
+def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> set[str]:
+    """The verdicts on the speed of the fastest against that of each other operator, seed by seed."""
 
     def speeds(row: Row) -> dict[int, float]:
         return {run.seed: run.tokens_per_second for run in row.runs if run.tokens_per_second}
 
     mine = speeds(fastest)
     others = [found for row in rows if row is not fastest and (found := speeds(row))]
-    return all(
-        len(set(mine) & set(other)) < 2 or difference_within_spread(mine, other).verdict == "beyond the spread"
-        for other in others
-    )
+    return {difference_within_spread(mine, other).verdict for other in others}
 
 
 def _planned(data: ComparisonData, operator: str) -> int:

@@ -13,7 +13,7 @@ from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.fairness import NOT_LEARNED
 from zonal.report.records import Run
-from zonal.report.summary import Row, Summary, slice_order
+from zonal.report.summary import Row, Summary, slice_order, tied
 
 R = TypeVar("R", Row, Run)
 
@@ -49,7 +49,8 @@ def _behind(summary: Summary, row: Row) -> Cell:
     if not summary.ranking:
         return Cell(formats.MISSING)
     if row.operator == summary.ranking[0]:
-        return Cell("leads" if len(summary.ranking) > 1 else formats.MISSING)
+        equal = len(tied(summary.data, [summary.row(operator) for operator in summary.ranking])) > 1
+        return Cell(formats.MISSING if len(summary.ranking) == 1 else "tied" if equal else "leads")
     verdict = next((verdict for verdict in summary.verdicts if verdict.other == row.operator), None)
     if verdict is None:
         return Cell(formats.MISSING)

@@ -187,7 +187,8 @@ def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) ->
     values = torch.linalg.svdvals(filled).square().sum(0)
 
     def apart(model: Tensor) -> float:
-        return float(probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)].mean())
+        rows = probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)]
+        return float(rows.mean()) if len(rows) else 0.0  # no row sees a key
 
     energy = interaction.sum()
     explained = [float((form.explained * interaction).sum() / energy) if bool(energy > 0) else 1.0 for form in made]

@@ -118,20 +118,19 @@ def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tens
     """I | R of each layer, on equal leading axes."""
     each: list[Layer] = [*layers] if _is_list(layers) else [layers]  # type: ignore[list-item, misc]
     require(len(each) > 0, "influence: at least one layer is required, received none.")
-    sizes = {layer.shape[-1] for layer in each if isinstance(layer, Tensor) and layer.ndim >= 2} | (
-        {tokens} if tokens is not None else set()
-    )
-    require(len(sizes) > 0, "influence: priors alone do not say how many tokens there are. Pass tokens=.")
-    require(len(sizes) == 1, f"influence: layers of one number of tokens are required, received {sorted(sizes)}.")
-    size = sizes.pop()
-    found = [layer if isinstance(layer, Tensor) else visible(layer, size) for layer in each]
-    for layer in found:
+    given = [layer for layer in each if isinstance(layer, Tensor)]
+    for layer in given:
         square = layer.dtype == torch.bool and layer.ndim >= 2 and layer.shape[-2] == layer.shape[-1]
         require(
             square,
             "influence: a relation must be bool (..., tokens, tokens), True where the row reads the column, received "
             f"{layer.dtype} of shape {tuple(layer.shape)}.",
         )
+    sizes = {layer.shape[-1] for layer in given} | ({tokens} if tokens is not None else set())
+    require(len(sizes) > 0, "influence: priors alone do not say how many tokens there are. Pass tokens=.")
+    require(len(sizes) == 1, f"influence: layers of one number of tokens are required, received {sorted(sizes)}.")
+    size = sizes.pop()
+    found = [layer if isinstance(layer, Tensor) else visible(layer, size) for layer in each]
     return [
         *torch.broadcast_tensors(*(layer | torch.eye(size, dtype=torch.bool, device=layer.device) for layer in found))
     ]

@@ -9,15 +9,17 @@ from zonal.algebra.declaration import Derived, Move, require, row
 from zonal.algebra.link.base import Link
 from zonal.algebra.score import Params
 
+_MOST = 80.0
+
 
 @dataclass(frozen=True)
 class Oscillatory(Link):
     """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0): evidence that oscillates and decays.
 
     Use it with ``NegativeDistance`` scores. amplitudes a of any sign, decays b > 0, frequencies w: one learned set per
-    head. l lies between e^-A and e^A, with A the sum of |a|.
+    head. l lies between e^-A and e^A, with A the sum of |a|: at most 80 as given, while learned amplitudes may grow.
 
-    Raises: ArgumentError for lists of unequal length, and decays <= 0. Source: REWA (004).
+    Raises: ArgumentError for lists of unequal length, decays <= 0, and A > 80. Source: REWA (004).
     """
 
     positive = True
@@ -35,6 +37,11 @@ class Oscillatory(Link):
             same and all(v > 0 for v in self.decays),
             f"Oscillatory: as many amplitudes, decays > 0 and frequencies are required, received {self.amplitudes}, "
             f"{self.decays}, {self.frequencies}.",
+        )
+        require(
+            sum(map(abs, self.amplitudes)) <= _MOST,
+            f"Oscillatory: the sum of |amplitudes| must be at most {_MOST:g}, because e^89 is infinite in float32, "
+            f"received {self.amplitudes}.",
         )
 
     @property

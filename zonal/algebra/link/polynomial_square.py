@@ -19,6 +19,8 @@ _FORMULA = Formula(  # the floor is the last number of c
     "zonal.kernels.triton.links:polynomial_square",
 )
 
+_MOST = 1e9
+
 
 @dataclass(frozen=True)
 class PolynomialSquare(Link):
@@ -26,7 +28,7 @@ class PolynomialSquare(Link):
 
     learn: train the coefficients of p, one set per head.
 
-    Raises: ArgumentError unless there are 2 to 9 coefficients, and for floor < 0.
+    Raises: ArgumentError unless there are 2 to 9 coefficients of at most 1e9 in magnitude, and 0 <= floor <= 1e18.
     """
 
     positive = True
@@ -42,8 +44,14 @@ class PolynomialSquare(Link):
             f"PolynomialSquare: 2 to 9 coefficients (degree 1 to 8) are required, received {len(self.polynomial)}.",
         )
         require(
-            self.floor >= 0,
-            f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.",
+            not any(abs(v) > _MOST for v in self.polynomial),
+            f"PolynomialSquare: coefficients must lie in [-{_MOST:g}, {_MOST:g}], so that sums of the square are "
+            f"numbers in float32, received {self.polynomial}.",
+        )
+        require(
+            0 <= self.floor <= _MOST**2,
+            f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative) and at most {_MOST**2:g}, "
+            f"received {self.floor}.",
         )
 
     @property

@@ -24,6 +24,8 @@ _LEAST = 1e-6
 class Yat(Link):
     """l(x) = x^2 / (2 + eps - 2x) for x in [-1, 1], with 0 <= l <= 1/eps. Positive definite for eps > 0.
 
+    In float32, 2 + eps is off by up to 1.2e-7, so that l may exceed 1/eps by about 1.2e-7/eps of it: a tenth at 1e-6.
+
     Raises: ArgumentError unless eps is positive and finite. Source: SLAY (001), eq. 3.
     """
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, declared, require, vjp
+from zonal.algebra.declaration import Declaration, declared, require, require_positive, vjp
 from zonal.formula import Formula, Term
 
 _LEAST, _MOST = 1e-18, 1e9  # of eps; kernels take its fourth power, too
@@ -152,6 +152,15 @@ class Smooth(Metric, abstract=True):
         )
 
 
+def require_eps(name: str, eps: float, why: str) -> None:
+    """Raise ArgumentError unless the eps of a metric that works in float64 is > 0 and at most that of ``Smooth``.
+
+    name: the metric and the argument, "Fidelity: eps". why: what the lower limit is for.
+    """
+    require_positive(name, eps, why)
+    require(eps <= _MOST, f"{name} must be at most {_MOST:g}, received {eps!r}.")
+
+
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x / |x|, 1 / |x|) on the last axis. A vector shorter than 1e-12 has no direction: zeros, and no gradient."""
     square = x.square().sum(-1, keepdim=True)
@@ -165,4 +174,4 @@ def unit_vjp(direction: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
     return (grad - (grad * direction).sum(-1, keepdim=True) * direction) * inverse
 
 
-__all__ = ["DotReduction", "Metric", "Smooth", "unit", "unit_vjp"]
+__all__ = ["DotReduction", "Metric", "Smooth", "require_eps", "unit", "unit_vjp"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_positive, require_whole
-from zonal.algebra.metric.base import Metric, Smooth, unit
+from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.metric.base import Metric, Smooth, require_eps, unit
 from zonal.algebra.metric.curved import Sphere
 
 
@@ -90,7 +90,7 @@ class Fidelity(Metric):
     zero vector has F = 0 with every point. Each pair needs the eigenvalues of a matrix of size ``rank`` in torch, which
     is slow: use short sequences.
 
-    Raises: ArgumentError for points that are not such matrices.
+    Raises: ArgumentError for points that are not such matrices, and an eps out of range.
     """
 
     rank: int = 1
@@ -98,7 +98,7 @@ class Fidelity(Metric):
 
     def __post_init__(self) -> None:
         require_whole("Fidelity: rank", self.rank)
-        require_positive("Fidelity: eps", self.eps, "it keeps the gradient finite at orthogonal states")
+        require_eps("Fidelity: eps", self.eps, "it keeps the gradient finite at orthogonal states")
 
     def check(self, dim: int) -> None:
         require(

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_positive, require_whole
-from zonal.algebra.metric.base import Metric
+from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.metric.base import Metric, require_eps
 from zonal.algebra.metric.euclidean import squares, squares_vjp
 
 # slopes nearer than this use the corrected trapezium rule, whose error is their fourth power; a difference quotient
@@ -56,7 +56,7 @@ class Riemannian(Metric):
             0 < self.floor < 1,
             f"Riemannian: floor must lie between 0 and 1 (g is floor I and what is learned), received {self.floor}.",
         )
-        require_positive("Riemannian: eps", self.eps, "it keeps the gradient finite at coincident points")
+        require_eps("Riemannian: eps", self.eps, "it keeps the gradient finite at coincident points")
 
     def sized(self, dim: int, heads: int) -> "Riemannian":
         self.check(dim)

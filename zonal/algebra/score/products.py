@@ -92,8 +92,10 @@ class Dot(Score):
         k = self._mapped(k, params)
         if self.key_limit is None:
             return k
-        norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
-        return k * (self.key_limit / norm.clamp_min(self.key_limit))
+        # only norms of longer keys are derived: that of a zero key has no second derivative
+        short = torch.linalg.vector_norm(k.detach(), dim=-1, keepdim=True) < self.key_limit
+        norm = torch.linalg.vector_norm(torch.where(short, 1.0, k), dim=-1, keepdim=True)
+        return k * (self.key_limit / norm.masked_fill(short, self.key_limit))
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         return Fused(False, self._scale(dim, scale)) if self.keeps_keys else None

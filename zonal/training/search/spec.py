@@ -178,6 +178,16 @@ class SearchSpec(SearchSettings):
             "error (1 - accuracy)" if self.measure == "metric" and self.task.metric == "accuracy" else "held-out loss"
         )
 
+    @property
+    def guess(self) -> float | None:
+        """``cost`` of a model that has not learned the task; None where that is not known, or cannot be worse."""
+        found = self.task.guess()
+        if found is None or found.trained is not None:
+            return None
+        if self.task.metric == "loss":
+            return found.value
+        return 1 - found.value if self.measure == "metric" and found.value < 1 else None
+
     def identity(self) -> dict[str, Any]:
         """What must agree for a folder to be this search, as JSON."""
         names = ("kinds", "palette", "budget_seconds", *(field.name for field in dataclasses.fields(SearchSettings)))
@@ -193,7 +203,10 @@ class SearchSpec(SearchSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """search.json, but for the machine; ``read_search`` reverses it."""
-        described = {"task_description": self.task.describe(), "metric": self.task.metric, "measured": self.measured}
+        described = {
+            "task_description": self.task.describe(), "metric": self.task.metric, "measured": self.measured,
+            "guess": self.guess,
+        }  # fmt: skip
         return {
             "schema": SCHEMA,
             "title": self.title,
