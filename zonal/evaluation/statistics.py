@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from zonal.errors import ArgumentError
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # values nearer to each other, relative to their size, are equal
 
 Verdict = Literal["within the spread", "beyond the spread", "not decidable"]
 

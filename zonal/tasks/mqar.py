@@ -26,7 +26,7 @@ from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
-_GUESSED_ROWS = 4096
+_GUESSED_ROWS = 4096  # sequences on which a guess is found, and as many on which it is measured
 
 
 @dataclass(frozen=True)

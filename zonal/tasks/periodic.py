@@ -103,10 +103,8 @@ class Periodic(Drawn[int]):
     def guess(self) -> Guess:
         """The better of naming one level everywhere, the one that is right most often, and naming the last again."""
         batches = list(self.evaluation_batches(self.test_examples))
-        asked, last = (
-            torch.cat([each[:, self.warm_up :].flatten() for each in part])
-            for part in ([batch.targets for batch in batches], [batch.tokens for batch in batches])
-        )
+        asked = torch.cat([batch.targets[:, self.warm_up :].flatten() for batch in batches])
+        last = torch.cat([batch.tokens[:, self.warm_up :].flatten() for batch in batches])
         right = torch.stack([asked.bincount().max(), (asked == last).sum()])
         return Guess(float(right.max() / len(asked)))
 

@@ -132,10 +132,10 @@ def _text(name: str, given: Given) -> Text:
 
 def _pixels(name: str, given: Given) -> Pixels:
     side = {"side": math.isqrt(given["length"])} if "length" in given else {}
-    if side and (side["side"] ** 2 != given["length"] or 28 % side["side"]):
+    if side and side["side"] ** 2 != given["length"]:
         raise ArgumentError(
-            f"tasks.resolve: {name!r} reads square pictures of 28 x 28 pixels or fewer; a length of 1, 4, 16, 49, 196 "
-            f"or 784 is required, got {given['length']}."
+            f"tasks.resolve: {name!r} reads square pictures; a length such as 49, 196 or 784 is required, the square "
+            f"of a side that divides theirs, got {given['length']}."
         )
     folder = {"folder": given["data"]} if "data" in given else {}
     return Pixels(**folder, **side, **_given(given, "test_examples"), name=name)
