@@ -394,12 +394,12 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
         ratio = fastest[0].speed_ratio
         against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and ratio >= 1.05 else ""
         figures = f"{formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}"
-        leader, told = labels[fastest[0].operator], _told_apart_in_speed(rows, fastest[0])
-        if "within the spread" in told:
+        leader, verdicts = labels[fastest[0].operator], _verdicts_on_speed(rows, fastest[0])
+        if "within the spread" in verdicts:
             notes.append(
                 f"{leader} has the highest mean speed of training, {figures}, within the spread of these runs."
             )
-        elif "not decidable" in told:
+        elif "not decidable" in verdicts:
             notes.append(f"{leader} was the fastest in one run each: {figures}. More seeds show whether it is faster.")
         else:
             notes.append(f"{leader} trains fastest: {figures}.")
@@ -420,7 +420,7 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> set[str]:
+def _verdicts_on_speed(rows: Sequence[Row], fastest: Row) -> set[str]:
     """The verdicts on the speed of the fastest against that of each other operator, seed by seed."""
 
     def speeds(row: Row) -> dict[int, float]:
