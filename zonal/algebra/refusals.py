@@ -7,12 +7,18 @@ from zonal.algebra.link import Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Cosine, NegativeDistance, Score
 
-LEAK = (
-    "leaks the future: what a key may still receive depends on later queries, and so does what earlier queries get "
-    "(with equal masses the first query can only fill the first key, the second query the second key, and so on: the "
-    "plan is the identity). Leave it out, or use anchor.Row()"
-)
-"""The end of messages on causal masks with anchors that couple all queries."""
+
+def leak(anchor: Anchor) -> str:
+    """The end of messages on causal masks with an anchor that couples all queries."""
+    if isinstance(anchor, Hierarchical):
+        why = "the queries of a block share their weights, so that the first of them would depend on the last"
+    else:
+        why = (
+            "what a key may still receive depends on later queries, and so does what earlier queries get (with equal "
+            "masses the first query can only fill the first key, the second query the second key, and so on: the plan "
+            "is the identity)"
+        )
+    return f"leaks the future: {why}. Leave it out, or use anchor.Row()"
 
 
 def refusal(
@@ -69,7 +75,7 @@ def _coupled(link: Link, anchor: Anchor, prior: Sequence[Prior]) -> str | None:
     if tied is not None:
         return (
             f"anchor {name} lets each query's weights depend on all queries, so that prior "
-            f"{type(tied).__name__}, which orders them in time, {LEAK}"
+            f"{type(tied).__name__}, which orders them in time, {leak(anchor)}"
         )
     return None
 
@@ -127,4 +133,4 @@ def _indefinite_reason(score: Score, link: Link, dim: int | None) -> str | None:
     return of_score or link.indefinite_reason(isinstance(score, Cosine), dim)
 
 
-__all__ = ["LEAK", "refusal"]
+__all__ = ["leak", "refusal"]

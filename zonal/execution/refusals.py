@@ -8,7 +8,7 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.algebra import Operator, Tags
 from zonal.algebra.declaration import require_values
-from zonal.algebra.refusals import LEAK
+from zonal.algebra.refusals import leak
 from zonal.errors import ArgumentError
 from zonal.memory.incoming import check_biases, untaken
 from zonal.typed import check_tensors
@@ -103,7 +103,7 @@ def check_order(operator: Operator, tags: Tags, tied: bool, fades: bool) -> None
     if tied and tags.couples:
         raise ArgumentError(
             f"attention: operator {operator.name!r} must not be causal: its anchor {type(operator.anchor).__name__} "
-            f"lets each query's weights depend on all queries, and causal=True {LEAK}."
+            f"lets each query's weights depend on all queries, and causal=True {leak(operator.anchor)}."
         )
     if tags.window and not tied:
         raise ArgumentError(

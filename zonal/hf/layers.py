@@ -12,7 +12,7 @@ from zonal.algebra.metric import Product
 from zonal.algebra.named import in_use
 from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay, Window
-from zonal.algebra.refusals import LEAK
+from zonal.algebra.refusals import leak
 from zonal.algebra.score import Dot, NegativeDistance
 from zonal.errors import ArgumentError
 from zonal.nn.norm import RMSNorm
@@ -217,7 +217,7 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     """
     score = operator.score
     if operator.anchor.couples and causal:
-        return f"a bidirectional layer, and this one is causal, which {LEAK}"
+        return f"a bidirectional layer, and this one is causal, which {leak(operator.anchor)}"
     if operator.qk_dim not in (None, head_dim):
         return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
     if score.one_map:

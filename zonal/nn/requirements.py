@@ -8,7 +8,7 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
 from zonal.algebra.operator import LayerInit
 from zonal.algebra.prior import Causal, ChunkCausal, Window
-from zonal.algebra.refusals import LEAK
+from zonal.algebra.refusals import leak
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory.weights import weighs_keys
 
@@ -65,7 +65,7 @@ def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: boo
     if causal and operator.anchor.couples:
         raise ArgumentError(
             f"nn.Attention: with operator {operator.name!r}, whose queries depend on one another, "
-            f"causal=True {LEAK}; pass causal=False for an encoder."
+            f"causal=True {leak(operator.anchor)}; pass causal=False for an encoder."
         )
     if operator.score.deaths and any(isinstance(p, Window) for p in operator.prior):
         raise ArgumentError(
