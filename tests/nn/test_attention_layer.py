@@ -369,7 +369,15 @@ def test_draws_are_named_streams():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Attention(0, 1, "softmax"), "dim >= 1"),
+        (lambda: Attention(0, 1, "softmax"), "dim must be a whole number >= 1, received 0"),
+        (lambda: Attention(12, 4.0, "softmax"), "heads must be a whole number >= 1, received 4.0"),
+        (lambda: Attention(12, 4, "softmax", qk_dim=2.0), "qk_dim must be a whole number >= 1, received 2.0"),
+        (lambda: Attention(12, 4, zonal.mechanisms.softmax), "an Operator or a spec .* received a function"),
+        (lambda: Attention(12, 2, "softmax", rotary=5e5), "Rotary, which has a base.* received 500000.0"),
+        (lambda: Attention(12, 4, "softmax", causal="no"), "causal must be True or False, received 'no'"),
+        (lambda: make()(tokens(), zonal.Memory.empty("softmax", 2, 2, 6, 6)), "memory must be.*received KeyValues"),
+        (lambda: make()(tokens(), make()(tokens(), return_memory=True)), "memory must be.*received tuple"),
+        (lambda: make()(tokens(1), cu_seqlens=[0, 13]), "cu_seqlens must be a torch.Tensor, received list"),
         (lambda: Attention(10, 4, "softmax"), "not a multiple of heads=4"),
         (lambda: Attention(12, 4, "softmax", kv_heads=3), "kv_heads must divide heads=4, received kv_heads=3"),
         (lambda: Attention(12, 4, "softmax", head_dim=0), "head_dim"),

@@ -211,13 +211,15 @@ def test_what_does_not_fit_is_refused() -> None:
     memory = layer.context_memory(c)
     mask = torch.ones(2, 9, dtype=torch.bool)
     for call, message in (
-        (lambda: nn.Attention(DIM, 4, "softmax", context_dim=0), "context_dim must be at least 1"),
+        (lambda: nn.Attention(DIM, 4, "softmax", context_dim=0), "context_dim must be a whole number >= 1"),
         (lambda: nn.Attention(DIM, 2, "softmax", context_dim=8, rotary=True), "rotary=False, and add positions"),
         (lambda: nn.Attention(DIM, 4, "softmax", context_dim=8, conv=3), "Use conv=0"),
         (lambda: nn.Attention(DIM, 4, "rewa_categorical", context_dim=8), "one map makes its queries and keys"),
         (lambda: nn.Attention(DIM, 4, "ridge", context_dim=2, init="orthogonal"), "at most context_dim=2 numbers"),
         (lambda: layer(x), r"made with context_dim=20.*layer\(x, context=c\)"),
         (lambda: layer.empty_memory(2), "made with context_dim=20"),
+        (lambda: layer(x, memory), "memory of a context is passed as context"),
+        (lambda: layer(x, context=plain.empty_memory(2)), "context.* must be a torch.Tensor, received LayerMemory"),
         (lambda: layer(x, context=x), r"context must be \(2, tokens >= 1, 20\), received \(2, 5, 12\)"),
         (lambda: layer(x, context=c[:1]), r"context must be \(2, tokens >= 1, 20\), received \(1, 9, 20\)"),
         (lambda: plain(x, context=c), "Make the layer with context_dim"),

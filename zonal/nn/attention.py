@@ -5,10 +5,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zonal import mechanisms
 from zonal.algebra import definition
 from zonal.algebra.anchor import Count, PlanAnchor, TopK
-from zonal.algebra.named import in_use
+from zonal.algebra.declaration import require_whole
+from zonal.algebra.named import in_use, operator_of
 from zonal.algebra.operator import LayerInit, Operator
 from zonal.algebra.prior import Decay
 from zonal.attention import attention
@@ -30,6 +30,7 @@ from zonal.nn.positions import check_masks, document_positions
 from zonal.nn.rotary import Rotary
 from zonal.nn.topology import Earlier, deaths
 from zonal.stretch import active
+from zonal.typed import check_switch, check_tensors
 
 _ALONE = Inputs()
 ReadoutNorm = Literal["auto", "head", "concat"]
@@ -101,13 +102,16 @@ class Attention(TokenMixer):
         super().__init__()
         kv_heads, head_dim = requirements.sizes_of_heads(dim, heads, kv_heads, head_dim)
         requirements.check_settings(readout_norm, conv, context_dim, init, dropout)
+        for name, given in (("qk_norm", qk_norm), ("key_gate", key_gate), ("bias", bias), ("causal", causal)):
+            check_switch("nn.Attention", name, given)
+        if not isinstance(rotary, Rotary):
+            check_switch("nn.Attention", "rotary (where it is no Rotary, which has a base)", rotary)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.context_dim, self.causal, self.dropout = context_dim, causal and context_dim is None, dropout
-        resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
+        resolved = operator_of("nn.Attention", operator)
         if qk_dim is None:
             qk_dim = resolved.qk_dim if resolved.qk_dim is not None else head_dim
-        if qk_dim < 1:
-            raise ArgumentError(f"nn.Attention: qk_dim must be at least 1, received {qk_dim}.")
+        require_whole("nn.Attention: qk_dim", qk_dim)
         self.qk_dim = qk_dim
         self.lift = None if cg_lift is None else CGLift(qk_dim, cg_lift)
         self.neighbours = resolved.score.deaths
@@ -298,6 +302,7 @@ class Attention(TokenMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values by head, and the context with zeros for padding. batch: that of x, None = any."""
         self._check_context()
+        check_tensors("nn.Attention", {"the context (where it is no memory of context_memory())": context})
         shape, size = tuple(context.shape), self.value.in_features
         if len(shape) != 3 or shape[2] != size or not shape[1] or batch not in (None, shape[0]):
             raise self._refused(

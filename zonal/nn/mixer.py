@@ -247,6 +247,11 @@ class TokenMixer(nn.Module, abc.ABC):
             return None
         if cu_seqlens is not None:
             raise self._refused("packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
+        if not isinstance(memory, Past):
+            raise self._refused(
+                f"memory must be what the layer returned or its empty_memory(), received {type(memory).__name__}. "
+                "A memory of a context is passed as context, any other zonal.Memory to zonal.attention."
+            )
         if not self.causal:
             raise self._refused("a memory holds the past of a causal layer; this one was made with causal=False.")
         if memory.batch != batch:

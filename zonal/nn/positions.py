@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
+from zonal.typed import check_tensors
 
 
 def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Raise ArgumentError for a padding mask or packed offsets that do not fit (batch, length)."""
+    check_tensors(call, {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}, optional=True)
     if key_padding_mask is not None and cu_seqlens is not None:
         raise ArgumentError(
             f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass "

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
+from zonal.algebra.declaration import require_whole
 from zonal.algebra.operator import LayerInit
 from zonal.algebra.prior import Causal, ChunkCausal, Window
 from zonal.algebra.refusals import leak
@@ -15,10 +16,10 @@ from zonal.memory.weights import weighs_keys
 
 def sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """``kv_heads`` and ``head_dim`` with their defaults. Raises: ArgumentError for sizes that do not fit."""
-    if dim < 1 or heads < 1:
-        raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
     kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1 or heads % kv_heads:
+    for name, size in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
+        require_whole(f"nn.Attention: {name}", size)
+    if heads % kv_heads:
         raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
     if head_dim is None:
         if dim % heads:
@@ -27,8 +28,7 @@ def sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | N
                 "or pass head_dim."
             )
         head_dim = dim // heads
-    if head_dim < 1:
-        raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
+    require_whole("nn.Attention: head_dim", head_dim)
     return kv_heads, head_dim
 
 
@@ -38,10 +38,11 @@ def check_settings(readout_norm: str | None, conv: int, context_dim: int | None,
         raise ArgumentError(
             f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
         )
-    if conv < 0 or conv == 1:
+    require_whole("nn.Attention: conv", conv, 0)
+    if conv == 1:
         raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
-    if context_dim is not None and context_dim < 1:
-        raise ArgumentError(f"nn.Attention: context_dim must be at least 1, received {context_dim}.")
+    if context_dim is not None:
+        require_whole("nn.Attention: context_dim", context_dim)
     if init not in ("auto", *get_args(LayerInit)):
         raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
     if not 0 <= dropout < 1:
