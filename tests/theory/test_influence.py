@@ -165,6 +165,8 @@ def test_support_is_of_each_row_of_a_batch():
             r"one number of tokens are required, received \[3, 4\]",
         ),
         (lambda: influence.reach(relation(3, 0), tokens=5), r"received \[3, 5\]"),
+        (lambda: influence.reach(["causal"], tokens=3), "a tuple of priors, received 'causal'"),
+        (lambda: influence.depth("window", tokens=3), "a tuple of priors, received 'w'"),
         (lambda: influence.visible(Causal(), 0), "tokens must be a whole number >= 1, received 0"),
         (lambda: influence.support(lambda x: x.sum(), torch.randn(3, 2)), r"received \(\)"),
         (lambda: influence.support(lambda x: x, torch.arange(6).view(3, 2)), "floating numbers"),

@@ -34,6 +34,11 @@ def visible(
 ) -> Tensor:
     """The relation of priors among ``tokens`` tokens, as ``prior.relation`` gives it."""
     require_whole("influence: tokens", tokens)
+    require(
+        all(isinstance(part, Prior) for part in (priors if isinstance(priors, tuple) else (priors,))),
+        f"influence: a layer is a bool tensor, a prior or a tuple of priors, received {priors!r}. A model's reads() "
+        "gives the relations of its layers.",
+    )
     return relation(priors, tokens, causal=causal, include_self=include_self)
 
 
