@@ -206,6 +206,10 @@ def test_parts_must_be_parts() -> None:
         (lambda: m.rewa(weights=(float("inf"), 1.0, 1.0)), "Product: weights must be finite"),
         (lambda: m.rewa_oscillatory(frequencies=(float("nan"),)), "Oscillatory: frequencies must be finite"),
         (lambda: m.polynomial_square((1.0, float("nan"))), "PolynomialSquare: polynomial must be finite"),
+        (lambda: m.polynomial_square(eps=0.5), "polynomial_square: eps is of the Yat.*received eps=0.5 without one"),
+        (lambda: m.polynomial_square(degree=2, floor=0.1), "polynomial_square: a fit finds its own floor"),
+        (lambda: m.softmax(prior=prior.ALiBi), "a prior is required, received <class"),  # type: ignore[arg-type]
+        (lambda: m.softmax(prior="alibi"), "a prior is required, received 'alibi'"),  # type: ignore[arg-type]
         (lambda: m.ska(eta=float("nan")), "Koopman: eta must be finite"),
         (lambda: m.sinkhorn(rho=(None, float("inf"))), "UnbalancedPlan: rho must be finite"),
         (lambda: m.local_global(weight=float("inf")), "LocalGlobal: weight must be finite"),

@@ -101,7 +101,7 @@ class Operator(nn.Module):
         spec: str | None = None,
     ) -> None:
         super().__init__()
-        priors = (prior,) if isinstance(prior, Prior) else tuple(prior)
+        priors = tuple(prior) if isinstance(prior, tuple | list) else (prior,)
         for value, kind in ((score, Score), (link, Link), (anchor, Anchor), *((p, Prior) for p in priors)):
             if not isinstance(value, kind):
                 raise ArgumentError(

@@ -38,16 +38,16 @@ def polynomial_square(
 ) -> Operator:
     """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction.
 
-    Give either coefficients or ``degree`` (2, 4 or 6, the degree of the whole in x). With ``degree``, the polynomial is
-    fitted to ``yat(eps)``: ``fit="density"`` fits on random unit vectors in R^d_qk (d_qk = 16 by default), and
-    ``fit="data"`` on the causal rows of ``data`` = (q, k), (…, T, d) each.
+    Give coefficients, (0.1, 0.3, 1) by default, or ``degree`` (2, 4 or 6, the degree of the whole in x). With
+    ``degree``, the polynomial and the floor are fitted to ``yat(eps)``: ``fit="density"`` fits on random unit vectors
+    in R^d_qk (d_qk = 16 by default), and ``fit="data"`` on the causal rows of ``data`` = (q, k), (…, T, d) each.
     d_qk: size of queries and keys in a layer; the size of values is independent. A small d_qk has few features, C(d_qk
     + degree, degree). Recommended: ``degree=4, d_qk=8`` and ``degree=2, d_qk=16``; docs/slay.md has their errors.
 
     The operator's ``spec`` holds the fitted coefficients, so that a model can rebuild it.
 
-    Raises: ArgumentError when both or neither are given, for a degree that cannot be fitted, for eps <= 0, and for data
-    that are missing or not used.
+    Raises: ArgumentError when both are given, for a degree that cannot be fitted, for eps <= 0, for data that are
+    missing, and for data, an eps or a floor that would not be used.
     """
     require(
         0 < eps < math.inf,
@@ -69,6 +69,16 @@ def polynomial_square(
     require(
         coefficients is None or degree is None,
         "polynomial_square: coefficients and degree were both given. Pass one of the two.",
+    )
+    require(
+        degree is not None or eps == 1,
+        f"polynomial_square: eps is of the Yat to which a degree is fitted, received eps={eps} without one. Pass "
+        "degree=2, 4 or 6, or leave eps out.",
+    )
+    require(
+        degree is None or floor == 0,
+        f"polynomial_square: a fit finds its own floor, received floor={floor} with degree={degree}. Leave it out, or "
+        "pass it with coefficients.",
     )
     if degree is not None:
         dim = 16 if d_qk is None else d_qk
