@@ -195,6 +195,15 @@ def test_sums_are_what_is_asked_for() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("spec", ["sinkhorn(rho=(None, 0.0))", "sinkhorn(bounds=(0.0, 1000000.0))"])
+def test_masses_of_keys_that_bind_nothing_are_biases(spec: str) -> None:
+    q, k, v = draw()
+    mass = torch.rand(k.shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 0.1
+    y = zonal.attention(q, k, v, spec, key_mass=mass)
+    assert torch.allclose(y, zonal.attention(q, k, v, "softmax", key_bias=mass.log()), atol=1e-10)
+
+
+@torch.no_grad()
 def test_gauges() -> None:
     """A balanced plan sees neither key biases nor longer keys' common part; softmax attention is the plan without a
     wish for keys.

@@ -18,7 +18,7 @@ from zonal.mechanisms.registry import mechanism
     "by the query.",
     weights=r"$e^{-\lVert A - B \rVert^2 / \tau}$ of matrices, or a path of learned relations, fixed or chosen by the "
     r"query, over row sum",
-    memory="$S(D + P)$",
+    memory="$S(D + P)$, and $2S$ for the distance",
     paths="tiled",
 )
 def rewa_operator(

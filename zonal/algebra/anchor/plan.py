@@ -387,8 +387,9 @@ class UnbalancedPlan(PlanAnchor):
 class BoundedPlan(PlanAnchor):
     """The plan closest to softmax attention in which each key receives between low nu_s and high nu_s.
 
-    Closest in relative entropy, weighted by mu. low <= 1 <= high. Rows sum to one. low = 0, high = c limits each key to
-    c times its share. Keys inside the range are unchanged.
+    Closest in relative entropy, weighted by mu; given masses of keys add log nu to the scores of that softmax. low <= 1
+    <= high. Rows sum to one. low = 0, high = c limits each key to c times its share. Keys inside the range keep the
+    ratios of nu_s K_ts.
 
     Raises: ArgumentError for a range that does not contain 1.
     """
