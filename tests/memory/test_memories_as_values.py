@@ -274,6 +274,11 @@ def test_what_was_absorbed_may_be_overwritten(name: str, recorded: bool, verb: s
         assert torch.equal(later.into(memory).read(q), before)
 
 
+def test_the_bytes_of_a_declared_decay_are_known_before_the_first_token() -> None:
+    memory = empty(m.softmax(prior=prior.Decay((0.9,))))
+    assert span().into(memory).nbytes == memory.bytes_at(TOKENS)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes(name: str) -> None:
     """Constant memories stay constant while they are absorbed into and read; the others count what they hold."""

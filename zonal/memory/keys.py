@@ -294,7 +294,9 @@ class KeyValues(Memory):
             + form.value_dim * form.dtype.itemsize
         )
         token += 0 if room.mask is None else 1
-        token += sum(form.heads * x.element_size() for x in (room.log_decay, room.key_bias) if x is not None)
+        fades = self.operator.tags.decays or room.log_decay is not None  # log decays are float64
+        token += form.heads * torch.float64.itemsize if fades else 0
+        token += 0 if room.key_bias is None else form.heads * room.key_bias.element_size()
         return form.batch * held * token
 
     def tensors(self) -> dict[str, Tensor]:
