@@ -119,6 +119,29 @@ def test_positive_decay_is_refused() -> None:
         memory.absorb(*kv(3, memory), log_decay=torch.ones(2, 2, 3))
 
 
+@pytest.mark.parametrize("spec", ["softmax", "yat", "squared_affine", "retention", "local_global(window=2)"])
+def test_a_bias_of_minus_infinity_hides_a_key(spec: str) -> None:
+    """As in attention; what is hidden gives no support, either."""
+    memory = made(m.resolve(spec), tokens=0)
+    k, v = kv(3, memory)
+    bias = torch.zeros(2, 2, 3)
+    bias[:, 0, 1] = -float("inf")
+    q = torch.randn(2, 2, 1, 4, generator=torch.Generator().manual_seed(1))
+    held, seen = memory.absorb(k, v, key_bias=bias), torch.tensor([0, 2])
+    last = (q, q, v[:, :, :1])
+    keys, values = (torch.cat([old, new], 2) for old, new in zip((k, v), last[1:], strict=True))
+    biases = torch.cat([bias, torch.zeros(2, 2, 1)], 2)
+    whole = zonal.attention(q, keys, values, memory.operator, causal=True, key_bias=biases)
+    assert torch.allclose(zonal.attention(*last, memory.operator, causal=True, memory=held)[0], whole, atol=1e-5)
+    if held.kind == "keys":
+        support = held.support(k)[:, 0]
+        assert torch.allclose(support, memory.absorb(k[:, :, seen], v[:, :, seen]).support(k)[:, 0])
+        assert (support[:, 1] < 1).all()
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(NonFiniteError, match="key_bias holds NaN or infinity"):
+            memory.absorb(k, v, key_bias=bias.masked_fill(bias < 0, value))
+
+
 @pytest.mark.parametrize("kind", ["keys", None])
 @pytest.mark.parametrize("value", [-1e9, -float("inf")])
 def test_a_decay_that_forgets_everything_is_what_it_is_for_attention(kind: str | None, value: float) -> None:

@@ -85,6 +85,8 @@ def _check_numbers(given: Mapping[str, Tensor | None], mask: Tensor | None) -> N
                     "Memory.absorb: log_decay must be <= 0 (a rate from 0 to 1), received positive values."
                 )
             real = real.clamp_min(_FORGOTTEN)
+        if name == "key_bias":  # -infinity hides a key
+            real = real.masked_fill(torch.isneginf(real), 0)
         if not bool(torch.isfinite(real).all()):
             raise NonFiniteError(
                 f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or "

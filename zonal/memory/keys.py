@@ -146,7 +146,7 @@ class KeyValues(Memory):
         anchor = anchor_of(self.operator)
         block, own = (x.exp() if bound.link.log_space else x for x in (block, own))
         among = definition.kernel(bound, bound.coefficients.to(k), bound.score.as_query(k, bound.score_params), k)
-        real = self._real(k)
+        real = self._real(k, bound.groups)
         among = (among.exp() if bound.link.log_space else among) * real[..., None] * real[..., None, :]
         rho = anchor.ridge(bound.anchor_params, self.form.heads).to(k).repeat_interleave(bound.groups).view(1, -1, 1, 1)
         if anchor.moving:
@@ -186,12 +186,17 @@ class KeyValues(Memory):
             share = (2 * block - own.unsqueeze(-1) - theirs.unsqueeze(2)).exp().clamp_max(1)
         else:
             share = ratio(block.square(), own.unsqueeze(-1) * theirs.unsqueeze(2))
-        return share * self._real(k).unsqueeze(2)
+        return share * self._real(k, bound.groups).unsqueeze(2)
 
-    def _real(self, k: Tensor) -> Tensor:
-        """1 for tokens that a read sees, 0 for padding: (B or 1, 1, S) in the type of k."""
-        mask = self.tokens.mask
-        return k.new_ones(1, 1, k.shape[2]) if mask is None else mask[:, None, self.hidden :].to(k)
+    def _real(self, k: Tensor, groups: int) -> Tensor:
+        """1 for tokens that a read sees, 0 for padding and keys that a bias hides: (B or 1, 1 or H, S) in the type
+        of k.
+        """
+        mask, bias = self.tokens.mask, self.tokens.key_bias
+        real = k.new_ones(1, 1, k.shape[2]) if mask is None else mask[:, None, self.hidden :].to(k)
+        if bias is None:
+            return real
+        return real * (~torch.isneginf(bias[..., self.hidden :])).to(k).repeat_interleave(groups, 1)
 
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
