@@ -36,8 +36,9 @@ def deaths(
     The cloud of query t consists of q_t and the ``neighbours`` nearest keys k_s with s < t. The cloud of key t consists
     of k_t and its nearest earlier keys. If queries and keys share one projection, both have the same cloud. In the
     Vietoris-Rips complex each point is a component that is born at 0 and dies at the length of an edge of the minimal
-    spanning tree; the last component never dies. Padding and other documents are not neighbours. With fewer than
-    ``neighbours`` earlier tokens the remaining entries are zero.
+    spanning tree; the last component never dies. An edge of length x counts as sqrt(x² + ε²) − ε with ε = 1e-4, so that
+    its gradient is finite. Padding and other documents are not neighbours. With fewer than ``neighbours`` earlier
+    tokens the remaining entries are zero.
 
     Args:
         q: (B, H, T, D).
