@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import held_out, needles
 from zonal import tasks
+from zonal.errors import ArgumentError
 from zonal.evaluation import evaluate
 from zonal.models import ModelConfig
 from zonal.training import Comparison, ComparisonSpec, TrainConfig, load_model
@@ -30,11 +32,31 @@ def test_the_whole_validation_text_is_read_by_checkpoints_of_runs(tmp_path, caps
     whole = tasks.from_config({**text.config(), "evaluation_bytes": None})
     assert row["loss"] == pytest.approx(evaluate(model, whole, batch_size=7)["loss"], abs=1e-5)
     assert sum(row["stretches"]) / 10 == pytest.approx(row["loss"], rel=1e-2)
+    assert row["places"] == {"0-31": row["loss"]}
     assert record["summary"]["linear, rate 0.003"]["mean"] == pytest.approx(row["loss"], abs=1e-6)
+    # in longer windows than those of training
+    assert held_out.main([*runs, "--length", "150", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    longer = tasks.from_config({**text.config(), "evaluation_bytes": None, "length": 150})
+    assert (row["trained_length"], row["length"], list(row["places"])) == (32, 150, ["0-63", "64-127", "128-149"])
+    assert row["loss"] == pytest.approx(evaluate(model, longer, batch_size=2)["loss"], abs=1e-5)
+    assert row["loss"] == pytest.approx(np.average(list(row["places"].values()), weights=[64, 64, 22]), abs=1e-5)
     # the sample of the comparison
     assert held_out.main([*runs, "--quick", "--out", "-"]) == 0
     sample = f"linear, seed 0, rate 0.003: {row['loss_of_the_comparison']:.3f} nats a token of 320"
     assert sample in capsys.readouterr().out
+
+
+def test_only_runs_on_text_have_a_held_out_text(tmp_path):
+    spec = ComparisonSpec(
+        task=needles.task([64], 2, 32),
+        model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
+        training=TrainConfig(steps=1, batch_size=2, tensorboard=False),
+        operators=("linear",),
+    )
+    Comparison(tmp_path / "it", spec).run()
+    with pytest.raises(ArgumentError, match="must be a run on text, and is one on 'retrieval'"):
+        held_out.main([str(tmp_path / "it" / spec.runs()[0].name), "--out", "-"])
 
 
 def test_needles_are_found_in_checkpoints_of_runs(tmp_path, capsys):
