@@ -7,10 +7,11 @@ import importlib.util
 import pytest
 import torch
 
+from zonal import mechanisms
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, build, layer_list
 from zonal.models.convert import mamba2_from_transformers
-from zonal.models.layers import entry_of, layers_for
+from zonal.models.layers import GATED, LIFTED, MIXTURE, RECURRENCES, entry_of, layers_for
 from zonal.nn import Attention, Mamba2, Mamba3
 
 LINE = "mamba2(state=8, head_dim=8)*2, ska(power=0), mamba3(state=8, head_dim=8), softmax"
@@ -109,6 +110,13 @@ def test_queries_and_keys_are_lifted():
 def test_what_cannot_be_lifted(spec, words):
     with pytest.raises(ArgumentError, match=words):
         make(spec)
+
+
+def test_an_attention_layer_says_that_a_name_is_of_a_whole_layer():
+    assert {*RECURRENCES, MIXTURE, LIFTED, GATED} == set(mechanisms.WHOLE_LAYERS)
+    for name in mechanisms.WHOLE_LAYERS:
+        with pytest.raises(ArgumentError, match=f"'{name}' names a layer of a model, and an operator of attention is"):
+            Attention(16, heads=2, operator=f"{name}(state=4)")
 
 
 def test_equal_names_start_equal_beside_other_layers():

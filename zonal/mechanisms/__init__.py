@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from zonal.algebra import Operator
 from zonal.algebra.modules import modules_of
 from zonal.algebra.named import reads_specs
+from zonal.errors import ArgumentError
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.of_features import of_features
 from zonal.mechanisms.regime import declaration, regime_spec
@@ -44,6 +45,8 @@ if TYPE_CHECKING:  # what editors show; at run time every module of this folder 
 modules_of(__name__, __path__)
 globals().update({name: found.make for name, found in MECHANISMS.items()})
 SHORT = {"sq": "squared_affine"}
+WHOLE_LAYERS = ("gated", "gated_deltanet", "gated_kalmanet", "lifted", "mamba2", "mamba3", "mesanet", "mixture")
+"""Names that stand beside those of operators where layers of a model are named (zonal.models.layers)."""
 
 
 def names() -> tuple[str, ...]:
@@ -59,8 +62,13 @@ def resolve(spec: str) -> Operator:
 
     Raises: ArgumentError naming the valid names, arguments, and the nearest.
     """
+    if (name := specs.name_of(spec)) in WHOLE_LAYERS:
+        raise ArgumentError(
+            f"operator spec: {name!r} names a layer of a model, and an operator of attention is required. Name it "
+            "among the layers of a model: ModelConfig(layers=...), zonal train --operator, zonal compare --operators."
+        )
     # priors are declarations, which only a regime names by texts
-    hidden = () if specs.name_of(spec) == "regime" else ("prior",)
+    hidden = () if name == "regime" else ("prior",)
     makers = {name: found.make for name, found in MECHANISMS.items()}
     operator = specs.made(spec, makers | {short: makers[name] for short, name in SHORT.items()}, hidden=hidden)
     operator.spec = " ".join(spec.split())

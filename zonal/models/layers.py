@@ -12,7 +12,7 @@ from zonal.mechanisms import spec as specs
 from zonal.memory.weights import weighs_keys
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, Mixture, TokenMixer
 
-_RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
+RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
     "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet,
     "gated_deltanet": GatedDeltaNet,
 }  # fmt: skip
@@ -141,8 +141,8 @@ def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool],
         ArgumentError: names or arguments are unknown, or sizes do not fit.
     """
     name = specs.name_of(spec)
-    if name in _RECURRENCES:
-        return specs.made(spec, _RECURRENCES, {"dim": dim})
+    if name in RECURRENCES:
+        return specs.made(spec, RECURRENCES, {"dim": dim})
     if name == LIFTED:
         inner, size = specs.made(spec, {LIFTED: _lifted})
         return attention(inner, 1, size, False)
@@ -178,7 +178,7 @@ def _lifted(operator: str, size: int) -> tuple[str, int]:
     """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s
     ``cg_lift``.
     """
-    fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, GATED, *_RECURRENCES)
+    fits = isinstance(operator, str) and specs.name_of(operator) not in mechanisms.WHOLE_LAYERS
     if not fits or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ArgumentError(
             "lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted "
@@ -191,7 +191,7 @@ def _gated(operator: str) -> str:
     """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s
     ``key_gate``.
     """
-    if not isinstance(operator, str) or specs.name_of(operator) in (MIXTURE, GATED, *_RECURRENCES):
+    if not isinstance(operator, str) or specs.name_of(operator) in (MIXTURE, GATED, *RECURRENCES):
         raise ArgumentError(
             f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}."
         )
@@ -215,7 +215,7 @@ def operators_in(spec: str) -> tuple[str, ...]:
         return operators_in(specs.made(spec, {GATED: _gated}))
     if name == MIXTURE:
         return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
-    return () if name in _RECURRENCES else (spec,)
+    return () if name in RECURRENCES else (spec,)
 
 
 def check(spec: str, dim: int) -> None:
@@ -223,9 +223,9 @@ def check(spec: str, dim: int) -> None:
     their weights.
     """
     name = specs.name_of(spec)
-    if name in _RECURRENCES:
+    if name in RECURRENCES:
         with torch.device("meta"):
-            specs.made(spec, _RECURRENCES, {"dim": dim})
+            specs.made(spec, RECURRENCES, {"dim": dim})
     elif name == MIXTURE:
         for part in specs.made(spec, {MIXTURE: _mixture})[0]:
             check(part, dim)
@@ -234,12 +234,8 @@ def check(spec: str, dim: int) -> None:
     elif name == LIFTED:
         check(specs.made(spec, {LIFTED: _lifted})[0], dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
-        raise unknown_name(
-            "operator spec",
-            "operator",
-            name,
-            [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED, GATED],
-        )
+        known = [*mechanisms.names(), *mechanisms.SHORT, *mechanisms.WHOLE_LAYERS]
+        raise unknown_name("operator spec", "operator", name, known)
     else:
         mechanisms.resolve(spec)
 
