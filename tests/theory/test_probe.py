@@ -420,6 +420,7 @@ def test_batches_are_their_parts() -> None:
             "column 2 has none",
         ),
         (lambda: probe.equivalent(torch.zeros(3, 3), torch.zeros(3, 4), probe.Rows()), "one shape are required"),
+        (lambda: probe.equivalent(torch.zeros(3), torch.zeros(3), "rows"), "a probe such as probe.Rows"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), "rows"), "'row', 'column' or 'both'"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), weight=torch.zeros(3, 3)), "weights must be finite and > 0"),
         (lambda: probe.normal_form(torch.zeros(3, 4), 4), r"at most min\(T, S\), received 4"),

@@ -184,8 +184,12 @@ class Equivalence(NamedTuple):
 def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance: float = 1e-9) -> Equivalence:
     """Whether ``probe`` sees the same in log K1 and log K2 (..., T, S), and the unseen scaling between them.
 
-    Raises: ArgumentError for kernels of different shapes, and as ``probe.observe`` does.
+    Raises: ArgumentError for kernels of different shapes, for what is no probe, and as ``probe.observe`` does.
     """
+    require(
+        isinstance(probe, Probe),
+        f"probe.equivalent: a probe such as probe.Rows() is required, received {probe!r}.",
+    )
     require(
         log_first.shape == log_second.shape,
         f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and "
