@@ -41,6 +41,11 @@ def test_tables_hold_what_the_library_says(spec, capsys):
     assert "\x1b" not in out
 
 
+def test_an_operator_without_a_memory_says_so(capsys):
+    _, out, _ = run("--operator sinkhorn --shape 1,2,64,16", capsys)
+    assert "memory    none: all queries are read together" in [line.rstrip() for line in out.splitlines()]
+
+
 def test_json_and_every_option(capsys):
     words = (
         "--operator softmax --shape 2,4,32,16 --kv-heads 2 --keys 48 --value-dim 8 --gradients --key-padding "

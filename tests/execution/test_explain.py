@@ -100,6 +100,20 @@ def test_explains_what_attention_plans(name: str, case_name: str, gradients: boo
     assert made.plan == expected
 
 
+@pytest.mark.parametrize("path", ["dense", "tiled", "chunked", "streaming"])
+def test_a_path_that_is_asked_for_is_explained_beside_the_others(path: str) -> None:
+    """A forced path had no estimates, and what runs on each path was said to have no kernel."""
+    operator, shape = m.squared_affine(), (1, 4, 300, 16)
+    free, forced = explain(operator, shape, causal=True), explain(operator, shape, causal=True, path=path)
+    assert forced.path == forced.plan.estimates[0].path == path
+    assert forced.why == f"path={path!r} was asked for"
+    assert set(forced.plan.estimates) == set(free.plan.estimates)
+    assert forced.plan.refused == free.plan.refused
+    assert {route.path for route in forced.plan.routes} == {path}
+    for name in ("tiles", "sums", "ridge", "candidates", "decode"):
+        assert getattr(forced, name) == getattr(free, name)
+
+
 def test_values_of_the_operator_do_not_matter() -> None:
     """Rows a head, learned values and the device of parameters change nothing; what is frozen needs no gradient."""
     operator = m.sko()

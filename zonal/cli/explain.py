@@ -111,13 +111,14 @@ def _facts(found: Explanation) -> RenderableType:
     call += ["with key padding"] if shape.padded else []
     sizes = found.memory_bytes.items()
     kept = ", ".join(f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in sizes)
+    memory = f"{found.memory_kind}; one sequence keeps {kept} tokens" if kept else "none: all queries are read together"
     grid = Table.grid(padding=(0, 2))
     for name, text in (
         ("operator", f"{found.operator}: {found.declaration}"),
         ("call", ", ".join(call)),
         ("path", found.path),
         ("why", found.why),
-        ("memory", f"{found.memory_kind}; one sequence keeps {kept} tokens"),
+        ("memory", memory),
         ("machine", found.machine),
     ):
         grid.add_row(Text(name, style="dim"), Text(text, style="bold" if name == "path" else ""))

@@ -101,7 +101,7 @@ class Explanation:
     def _implementation(self, estimate: Estimate) -> str:
         """The route of an estimate, with the instruction set of a C++ kernel: "C++ AVX2"."""
         path, name = estimate.path, estimate.route
-        sources = next((r.sources for r in self.plan.routes if (r.path, r.name) == (path, name)), ())
+        sources = next((r.sources for r in self.plan.found.routes if (r.path, r.name) == (path, name)), ())
         if not sources:
             return name
         return name.replace("C++", f"C++ {shown(sources[0], getattr(torch, self.dtype)).label}")
@@ -245,7 +245,11 @@ def explain(
             check_carried(call, held.tokens)
         call = replace(call, held=held, place=place)
         speeds = machines.machine_for(place)
-        choice, rows = choose(call, path, machine=speeds), heads if operator.anchor.solves else call.bound.heads
+        forced = None if path == "auto" else choose(call, path)
+        choice, rows = choose(call, machine=speeds), heads if operator.anchor.solves else call.bound.heads
+        if forced is not None:  # what the other paths would cost, behind the one that was asked for
+            first = tuple(sorted(choice.estimates, key=lambda estimate: estimate.path != path))
+            choice = replace(choice, routes=forced.routes, estimates=first, unranked=forced.unranked)
         shape = shape_of(call)
     one = None
     if not operator.anchor.couples:
