@@ -40,6 +40,17 @@ def test_a_plan_runs_what_attention_runs(spec: str, kernels: str, monkeypatch: p
         assert torch.equal(got, zonal.attention(q * scale, k, v, plan.operator, causal=True, path=plan.path))
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "linear"])
+@torch.no_grad()
+def test_one_head_of_queries_and_keys_serves_all_values_in_a_plan_too(spec: str) -> None:
+    """The plan refused the shapes that it was made for."""
+    shapes = (2, 1, 40, 12), (2, 1, 40, 12), (2, 4, 40, 6)
+    plan = zonal.plan(spec, *shapes, causal=True, gradients=False)
+    for _ in range(2):
+        tensors = [torch.randn(shape) for shape in shapes]
+        assert torch.equal(plan(*tensors), zonal.attention(*tensors, plan.operator, causal=True, path=plan.path))
+
+
 @pytest.mark.parametrize("spec", ["squared_affine", "ska(power=1)"])
 @torch.no_grad()
 def test_a_plan_keeps_no_tokens(spec: str) -> None:
@@ -164,6 +175,21 @@ def test_arguments_that_are_no_tensors_or_have_other_names_are_refused() -> None
         decoder.step(q, k, v, attention_mask=None)  # type: ignore[call-arg]
     with pytest.raises(ArgumentError, match=r"Plan.__call__: there is no argument 'mask'.*key_padding_mask"):
         plan(q, k, v, mask=None)  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def test_what_is_no_tensor_is_refused_by_a_kernel_that_is_kept_too() -> None:
+    """A plan and a decoder that had run before ended in an AttributeError."""
+    plan, (q, k, v) = made("squared_affine", path="chunked")
+    decoder = zonal.Memory.empty(plan.operator, 2, 2, 12, 12).decoder()
+    token = [x[:, :, :1] for x in (q, k, v)]
+    plan(q, k, v)
+    decoder.step(*token)
+    for run, tensors in ((plan, [q, k, v]), (decoder.step, token)):
+        for place in range(3):
+            for wrong in (None, [1.0]):
+                with pytest.raises(ArgumentError, match=rf": {'qkv'[place]} must be a torch.Tensor, received "):
+                    run(*tensors[:place], wrong, *tensors[place + 1 :])
 
 
 def test_it_says_what_explain_says() -> None:

@@ -15,7 +15,7 @@ from zonal.algebra import Move, Operator, ledger
 from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
 from zonal.execution import machine as machines
-from zonal.execution.call import Call, Held, check_carried, lowered, prepare
+from zonal.execution.call import Call, Held, check_carried, lowered, prepare, spread
 from zonal.execution.machine import Machine
 from zonal.execution.numbers import Numbers, check_devices, devices_of
 from zonal.execution.paths.coverage import Coverage, measured
@@ -231,9 +231,7 @@ def explain(
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"explain: dtype must be a type of torch such as torch.float32, received {dtype!r}.")
     place = _place(device)
-    shapes = [_checked("q_shape", q_shape)]
-    shapes.append(shapes[0] if k_shape is None else _checked("k_shape", k_shape))
-    shapes.append(shapes[1] if v_shape is None else _checked("v_shape", v_shape))
+    shapes = _shapes(q_shape, k_shape, v_shape)
     if memory is not False and (not isinstance(memory, int) or memory < 0):
         raise ArgumentError(f"explain: memory must be True, False or a number of tokens, received {memory!r}.")
     call = _call(operator, shapes, causal, scale, dtype, gradients, key_padding, packed)
@@ -283,6 +281,15 @@ def _place(device: str | torch.device) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"explain: device must be one of torch such as 'cpu', received {device!r}.") from error
+
+
+def _shapes(
+    q_shape: Sequence[int], k_shape: Sequence[int] | None, v_shape: Sequence[int] | None
+) -> list[tuple[int, ...]]:
+    """Of q, k and v, as they were given."""
+    shapes = [_checked("q_shape", q_shape)]
+    shapes.append(shapes[0] if k_shape is None else _checked("k_shape", k_shape))
+    return [*shapes, shapes[1] if v_shape is None else _checked("v_shape", v_shape)]
 
 
 def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -347,15 +354,12 @@ class Plan:
     path: that it takes. explanation: the choice and its grounds, as a value.
     """
 
-    def __init__(self, operator: Operator, explanation: Explanation, causal: bool, scale: float | None) -> None:
-        shape = explanation.shape
+    def __init__(
+        self, operator: Operator, explanation: Explanation, causal: bool, scale: float | None,
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:  # fmt: skip
         self.operator, self.explanation, self.causal, self.scale = operator, explanation, causal, scale
-        kv = (shape.batch, shape.kv_heads, shape.keys)
-        self.shapes = (
-            torch.Size((shape.batch, shape.heads, shape.queries, shape.head_dim)),
-            torch.Size((*kv, shape.head_dim)),
-            torch.Size((*kv, shape.value_dim)),
-        )
+        self.shapes = tuple(map(torch.Size, shapes))
         self.dtype: torch.dtype = getattr(torch, explanation.dtype)
         self._kernel: _Kernel | None = None
         self._devices = devices_of(operator)
@@ -384,7 +388,7 @@ class Plan:
             )
         kernel = self._kernel
         if kernel is not None and key_padding_mask is None and self._plain(q, k, v) and kernel.fits(self.operator):
-            y = kernel.run(q, k, v)
+            y = kernel.run(*spread(q, k, v), v)
             if y is not None:
                 return y
         q, k, v = lowered("plan", q, k, v)
@@ -409,7 +413,7 @@ class Plan:
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a compiled kernel of the CPU may be given these tensors as they are."""
-        if (q.shape, k.shape, v.shape) != self.shapes:
+        if not all(isinstance(x, Tensor) for x in (q, k, v)) or (q.shape, k.shape, v.shape) != self.shapes:
             return False
         if not q.dtype is k.dtype is v.dtype is self.dtype is torch.float32 or not plain(q, k, v):
             return False
@@ -476,7 +480,7 @@ def plan(
         operator, q_shape, k_shape, v_shape, causal=causal, scale=scale, dtype=dtype, device=device,
         gradients=torch.is_grad_enabled() if gradients is None else gradients, key_padding=key_padding, path=path,
     )  # fmt: skip
-    return Plan(operator, found, causal, scale)
+    return Plan(operator, found, causal, scale, _shapes(q_shape, k_shape, v_shape))
 
 
 __all__ = ["LENGTHS", "Explanation", "Plan", "explain", "plan"]
