@@ -199,6 +199,17 @@ def test_impossible_paths_are_refused_with_the_reason(operator: Operator, causal
         plan.choose(call, other)
 
 
+@pytest.mark.parametrize("path", ["auto", "dense"])
+def test_only_what_is_mapped_is_to_be_folded(path: str) -> None:
+    """Dropout after a memory of sums was refused with advice on torch.func, which was not at work."""
+    x = torch.randn(1, 2, 4, 5)
+    memory = Memory.empty(m.linear(), 1, 2, 5, 5).absorb(x, x)
+    with pytest.raises(PathError, match="has only sums") as caught:
+        zonal.attention(x, x, x, memory.operator, causal=True, memory=memory, dropout=0.1, path=path)
+    assert "torch.func" not in str(caught.value)
+    assert ("set dropout to 0" in str(caught.value).lower()) == (path == "auto")
+
+
 def test_unknown_path() -> None:
     with pytest.raises(ArgumentError, match="Did you mean 'tiled'"):
         plan.choose(call_of(m.softmax(), 4), "tilde")

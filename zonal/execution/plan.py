@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from zonal import device_memory
+from zonal import device_memory, torch_func
 from zonal.errors import PathError, unknown_name
 from zonal.execution import machine as machines
 from zonal.execution.call import Call
@@ -111,17 +111,18 @@ def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, av
 
 
 def _impossible(call: Call, path: str, found: Asked) -> PathError:
-    name = call.operator.name
-    outside = (
-        "fold what is mapped into the batch and call it outside of torch.func (torch.autograd.forward_ad gives "
-        "forward-mode derivatives)."
-    )
+    name, outside = call.operator.name, ""
+    if torch_func.active():
+        outside = (
+            " Fold what is mapped into the batch and call it outside of torch.func (torch.autograd.forward_ad gives "
+            "forward-mode derivatives)."
+        )
     if path == "auto":
         why = "; ".join(f"path {path!r}: {reason}" for path, reason in found.refused.items())
-        return PathError(f"attention: no path can run operator {name!r} here ({why}). {outside.capitalize()}")
+        return PathError(f"attention: no path can run operator {name!r} here ({why}).{outside}")
     others = [other for other in PATHS if other != path and asked(call, other).routes]
     can = " or ".join(f"path={other!r}" for other in others)
-    instead = f"Use {can}, or path='auto'." if others else f"No path can: {outside}"
+    instead = f"Use {can}, or path='auto'." if others else f"No other path can.{outside}"
     return PathError(f"attention: path {path!r} cannot run operator {name!r}: {found.refused[path]}. {instead}")
 
 
