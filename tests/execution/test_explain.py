@@ -114,6 +114,12 @@ def test_a_path_that_is_asked_for_is_explained_beside_the_others(path: str) -> N
         assert getattr(forced, name) == getattr(free, name)
 
 
+@pytest.mark.parametrize("packed", ["ab", [0, None, 4], [[0], [2, 4]]])
+def test_borders_that_are_none_are_refused(packed: object) -> None:
+    with pytest.raises(ArgumentError, match=r"explain: packed must hold the borders of documents"):
+        explain(m.softmax(), (1, 2, 4, 3), packed=packed)  # type: ignore[arg-type]
+
+
 def test_values_of_the_operator_do_not_matter() -> None:
     """Rows a head, learned values and the device of parameters change nothing; what is frozen needs no gradient."""
     operator = m.sko()

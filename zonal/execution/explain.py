@@ -313,8 +313,17 @@ def _call(
             for shape in shapes
         )
         mask = torch.empty(k.shape[0], k.shape[2], dtype=torch.bool, device="meta") if key_padding else None
-        edges = None if packed is None else torch.as_tensor(packed)
+        edges = None if packed is None else _edges(packed)
         return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges, scale=scale)
+
+
+def _edges(packed: Sequence[int] | Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(packed)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"explain: packed must hold the borders of documents such as [0, 40, 100], received {packed!r}."
+        ) from error
 
 
 def _declaration(operator: Operator) -> str:
