@@ -200,6 +200,7 @@ def test_the_machine_is_named() -> None:
         ({"q_shape": (1, 8, 64)}, "q_shape must be 4 whole numbers"),
         ({"q_shape": (1, 8, 64, -1)}, "q_shape must be 4 whole numbers"),
         ({"q_shape": (1, 8, 64, 2.5)}, "q_shape must be 4 whole numbers"),
+        ({"q_shape": torch.zeros(1, 8, 4, 2)}, r"received a tensor; pass its shape, torch.Size\(\[1, 8, 4, 2\]\)"),
         ({"q_shape": (1, 8, 64, 16), "k_shape": (1, 3, 64, 16)}, "must be a multiple of the heads of k and v"),
         ({"q_shape": (1, 8, 64, 16), "k_shape": (1, 8, 64, 8)}, "must share the head dimension"),
         ({"q_shape": (2, 8, 64, 16), "packed": (0, 64)}, "need batch size 1"),

@@ -295,7 +295,8 @@ def _shapes(
 def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     numbers = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(numbers) != 4 or not all(isinstance(n, int) and n >= 0 for n in numbers):
-        raise ArgumentError(f"explain: {name} must be 4 whole numbers (batch, heads, tokens, dim), received {shape!r}.")
+        given = f"a tensor; pass its shape, {shape.shape}" if isinstance(shape, Tensor) else repr(shape)
+        raise ArgumentError(f"explain: {name} must be 4 whole numbers (batch, heads, tokens, dim), received {given}.")
     return numbers
 
 
