@@ -16,7 +16,8 @@ from zonal.evaluation.statistics import Spread
 from zonal.report import commands, page, table, transfer
 from zonal.report.fairness import Flag
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
-from zonal.report.summary import Row, Summary, Verdict, summarise
+from zonal.report.row import Row
+from zonal.report.summary import Summary, Verdict, summarise
 from zonal.report.table import Cell, Table, results
 
 

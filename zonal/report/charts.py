@@ -13,7 +13,8 @@ from typing import Any
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import diagnostics, formats, key_embeddings, style, transfer
 from zonal.report.records import Point, Run
-from zonal.report.summary import Row, Summary
+from zonal.report.row import Row
+from zonal.report.summary import Summary
 
 MAX_POINTS = 200
 

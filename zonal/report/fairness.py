@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from zonal.evaluation.selection import capped
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats
 from zonal.report.records import ComparisonData, Metrics, Run
+from zonal.report.row import Row
 
 NOT_LEARNED = "not trained far enough to compare"
 METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
@@ -32,25 +32,6 @@ class Flag:
     kind: str
     operators: tuple[str, ...]
     sentence: str
-
-
-class Operator(Protocol):
-    """What is needed of an operator's row in the summary: its runs at the rate it is shown with, and whether it learned
-    the task.
-    """
-
-    @property
-    def operator(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def learning_rate(self) -> float | None: ...
-    @property
-    def runs(self) -> tuple[Run, ...]: ...
-    @property
-    def parameters(self) -> int | None: ...
-    @property
-    def learned(self) -> bool | None: ...
 
 
 def on_what_was_trained(data: ComparisonData, final: Metrics) -> float | None:
@@ -84,7 +65,7 @@ def learned(data: ComparisonData, number: float | None) -> bool | None:
     return number > data.guess.value if data.higher_is_better else number < data.guess.value
 
 
-def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
+def flags(data: ComparisonData, rows: Sequence[Row]) -> tuple[Flag, ...]:
     """All that is to be said of a comparison, the gravest first."""
     shown = [row for row in rows if row.runs]
     found = [
@@ -109,11 +90,11 @@ def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
     return tuple(flag for flag in found if flag is not None)
 
 
-def _names(rows: Sequence[Operator]) -> str:
+def _names(rows: Sequence[Row]) -> str:
     return formats.enumerate_names([formats.named(row.label) for row in rows])
 
 
-def _specs(rows: Sequence[Operator]) -> tuple[str, ...]:
+def _specs(rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(row.operator for row in rows)
 
 
@@ -123,7 +104,7 @@ def _guess(data: ComparisonData) -> str:
     return f"{side} a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)})"
 
 
-def _not_learned(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+def _not_learned(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     behind = [row for row in rows if row.learned is False]
     if not behind:
         return None
@@ -135,7 +116,7 @@ def _not_learned(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     return Flag("not learned", _specs(behind), sentence)
 
 
-def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+def _some_seeds(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     parts: dict[str, str] = {}
     for row in rows:
         numbers = [on_what_was_trained(data, run.final) for run in row.runs if run.final is not None]
@@ -153,7 +134,7 @@ def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     )
 
 
-def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+def _failed(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     failed = [run for run in data.runs if run.status == "failed"]
     if not failed:
         return None
@@ -177,7 +158,7 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     )
 
 
-def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+def _steps(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     runs = [(run, formats.named(row.label)) for row in rows for run in row.runs]
     if len({run.steps_done for run, _ in runs}) < 2:
         return None
@@ -202,7 +183,7 @@ def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     )
 
 
-def _ends(data: ComparisonData, row: Operator, rate: float) -> list[tuple[float, int]]:
+def _ends(data: ComparisonData, row: Row, rate: float) -> list[tuple[float, int]]:
     """Headline number and steps of the runs of an operator at a rate, of the seeds that tried all rates."""
     return sorted(
         (capped(value, data.stop), run.steps_done)
@@ -212,11 +193,11 @@ def _ends(data: ComparisonData, row: Operator, rate: float) -> list[tuple[float,
     )
 
 
-def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+def _edge(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     grid = sorted(data.learning_rates)
     if len(grid) < 2:
         return None
-    sides: Mapping[str, list[Operator]] = {
+    sides: Mapping[str, list[Row]] = {
         f"the {name} ({formats.rate(rate)})": [
             # no better than the rate beside it, it says nothing of those beyond
             row
@@ -241,7 +222,7 @@ def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     )
 
 
-def _parameters(rows: Sequence[Operator]) -> Flag | None:
+def _parameters(rows: Sequence[Row]) -> Flag | None:
     sizes = [(row.parameters, row) for row in rows if row.parameters]
     if not sizes:
         return None

@@ -13,7 +13,8 @@ from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.fairness import NOT_LEARNED
 from zonal.report.records import Run
-from zonal.report.summary import Row, Summary, slice_order, tied
+from zonal.report.row import Row
+from zonal.report.summary import Summary, slice_order, tied
 
 R = TypeVar("R", Row, Run)
 

@@ -8,7 +8,8 @@ from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats, glossary
 from zonal.report.published import PublishedRow, PublishedTable
 from zonal.report.records import Run, Transfer
-from zonal.report.summary import Row, Summary, slice_order
+from zonal.report.row import Row
+from zonal.report.summary import Summary, slice_order
 from zonal.report.table import Cell, Table
 
 

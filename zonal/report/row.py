@@ -1,0 +1,39 @@
+"""A row of the summary: one operator over its seeds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zonal.evaluation.statistics import Spread
+from zonal.report.records import Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that
+    is better than a guess, None where that is unknown.
+    """
+
+    operator: str
+    label: str
+    learning_rate: float | None
+    runs: tuple[Run, ...]
+    planned: int
+    failed: int
+    loss: Spread | None
+    accuracy: Spread | None
+    bits_per_byte: Spread | None
+    seconds: Spread | None
+    tokens_per_second: Spread | None
+    peak_memory_bytes: Spread | None
+    parameters: int | None
+    memory_bytes: Mapping[int, int]
+    slices: Mapping[str, Mapping[str, Spread]]
+    sweep: Mapping[float, Spread]
+    best: frozenset[str]
+    speed_ratio: float | None
+    trained: Spread | None = None
+    learned: bool | None = None
+
+    def value(self, metric: str) -> Spread | None:
+        """The column called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}[metric]
