@@ -18,6 +18,13 @@ def feature_map(link: Link) -> SymmetricPowers | None:
     return SymmetricPowers(max(link.degree, 1), link.lowest_degree)
 
 
+def powers_of(link: Link) -> SymmetricPowers:
+    """The ``feature_map`` of a link that has one."""
+    found = feature_map(link)
+    assert found is not None
+    return found
+
+
 def harmonics(link: Link) -> Harmonics | None:
     """The exact map of a polynomial link over cosines with a symmetric dot product, or None.
 
@@ -31,4 +38,4 @@ def harmonics(link: Link) -> Harmonics | None:
     return Harmonics(link.degree)
 
 
-__all__ = ["MAX_DEGREE", "feature_map", "harmonics"]
+__all__ = ["MAX_DEGREE", "feature_map", "harmonics", "powers_of"]

@@ -17,7 +17,7 @@ from zonal.execution.paths.blocks import Statistics
 from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
-from zonal.features import feature_map
+from zonal.features.serve import powers_of
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.compact import statistics_of
 from zonal.memory.refusals import features_refusal, statistics_refusal
@@ -102,8 +102,7 @@ def _placed(call: Call) -> tuple[Tokens, Memory | None]:
 
 def _sums(call: Call, tokens: Tokens, before: Memory | None, block: int | None) -> tuple[Tensor, Tensor | None]:
     """y (B, H, T, P) before the anchor's factor, and the sums after the last key where they are kept as they are."""
-    features = feature_map(call.bound.link)
-    assert features is not None
+    features = powers_of(call.bound.link)
     assert before is None or isinstance(before, FeatureSums | DecayedSums)
     q = call.q.to(tokens.k.dtype)
     batch, heads, queries, dim = q.shape

@@ -24,7 +24,7 @@ from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.features import with_matrix
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.execution.paths.sums import known, link_numbers, run_kernel
-from zonal.features import feature_map
+from zonal.features.serve import powers_of
 from zonal.kernels.features import FAMILY as FEATURES
 from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
@@ -231,8 +231,7 @@ def _scanned(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     far, memory, (batch, heads, queries, _, _, value_dim) = far_of(call.bound), placed.memory, call.shape
     if not placed.far.length:
         return placed.q.new_zeros(batch, heads, queries, value_dim + 1), None
-    features = feature_map(far.bound.link)
-    assert features is not None
+    features = powers_of(far.bound.link)
     dtype = placed.q.dtype if memory is None else torch.promote_types(placed.q.dtype, memory.form.statistics)
     k, v = with_mass(True, placed.far, dtype)
     late = min(queries, placed.far.length)

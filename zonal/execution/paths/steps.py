@@ -18,7 +18,7 @@ from zonal.execution.call import Call
 from zonal.execution.numbers import Numbers
 from zonal.execution.paths import tile
 from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
-from zonal.features import feature_map
+from zonal.features.serve import powers_of
 from zonal.formula import FORMULAS
 from zonal.kernels.abi import empty
 from zonal.kernels.decode import FAMILY as SUMS
@@ -145,8 +145,7 @@ def _product(bound: Bound, dim: int, scale: float | None) -> _Product | None:
 
 def _weights(bound: Bound, dim: int) -> Tensor:
     """The link's coefficient of each feature's power, (H or 1, features). dim: of prepared vectors."""
-    features = feature_map(bound.link)
-    assert features is not None
+    features = powers_of(bound.link)
     trivial = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu").view(2, 1, 1, 1)
     monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
     return features.scale(monomials.float(), dim)
@@ -209,8 +208,7 @@ class SumsSteps(Compiled):
         super().__init__(call)
         bound, dim, found = call.bound, call.shape.dim, None
         memory = memory if call.log_decay is None else fading(memory)
-        features = feature_map(bound.link)
-        assert features is not None
+        features = powers_of(bound.link)
         batch, kv_heads, _, value_dim = self.sizes
         with torch.no_grad():
             if call.raw is not None:
@@ -282,8 +280,7 @@ class WindowSteps(Compiled):
         super().__init__(call)
         bound, dim, far = call.bound, call.head_dim, far_of(call.bound)
         batch, kv_heads, _, value_dim = self.sizes
-        features = feature_map(far.bound.link)
-        assert features is not None
+        features = powers_of(far.bound.link)
         with torch.no_grad():
             fused, product = bound.score.fused(dim, bound.score_params, self.scale), _product(far.bound, dim, None)
             assert fused is not None

@@ -14,6 +14,7 @@ from zonal.execution.call import Call, Prepared
 from zonal.execution.paths import tile
 from zonal.execution.paths.features import layers_of, made_by
 from zonal.features import SymmetricPowers, feature_map
+from zonal.features.serve import powers_of
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
@@ -141,10 +142,9 @@ def run_kernel(given: SumsInputs, seen: Visibility, spec: SumsSpec) -> tuple[Ten
 
 def known(link: Link) -> tuple[Formula, SymmetricPowers]:
     """The formula and the features of a link that is not refused."""
-    code, features = tile.code_of(link), feature_map(link)
+    code = tile.code_of(link)
     assert code is not None
-    assert features is not None
-    return code, features
+    return code, powers_of(link)
 
 
 def link_numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from zonal.execution.shape import Shape
-from zonal.features import feature_map
+from zonal.features.serve import powers_of
 from zonal.memory.whitened import width_of
 
 SELECT = 5.0
@@ -56,8 +56,7 @@ def both(s: Shape, near: Work, far: Work) -> Work:
 def features_of(s: Shape) -> tuple[int, bool]:
     """How many features a key that is summed up has, and whether they are its own numbers."""
     s = far(s) if s.tags.window else s
-    found = feature_map(s.bound.link)
-    assert found is not None
+    found = powers_of(s.bound.link)
     return found.dimension(s.dim), found.trivial
 
 

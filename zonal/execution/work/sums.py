@@ -6,7 +6,7 @@ from zonal.execution.paths.scan import block_size
 from zonal.execution.shape import EXPONENTIAL, Shape
 from zonal.execution.work.common import BLOCK, COLUMN, PACKED, SELECT, Work, both, far, features_of, numbers_of_tokens
 from zonal.execution.work.pairs import compiled_tiles
-from zonal.features import feature_map
+from zonal.features.serve import powers_of
 
 # multiply-adds that a feature of a token costs by itself in the kernel of sums
 _FEATURE = 8.0
@@ -58,13 +58,11 @@ def compiled_sums(s: Shape) -> Work:
 def sums(s: Shape) -> Work:
     """Sums by torch, block by block: scores within a block, features before and after it."""
     (features, trivial), heads, kv = features_of(s), s.batch * s.heads, s.batch * s.kv_heads
-    found = feature_map(s.bound.link)
-    assert found is not None
     alone = s.tags.family == "sums" and not (s.past or s.keeps)
     itemsize = 8 if alone and s.tags.cancels else s.itemsize
     length = s.keys // s.documents
     fresh = s.tied and not s.past and not s.keeps
-    block = block_size(found, (s.batch, s.heads, length, s.dim, s.value_dim), fresh)
+    block = block_size(powers_of(s.bound.link), (s.batch, s.heads, length, s.dim, s.value_dim), fresh)
     block = block if s.chunk is None else s.chunk * max(1, block // s.chunk)
     blocks = max(-(-length // block), 1) * min(s.documents, 8)
     carried = 0.0 if block >= length and fresh and s.queries >= s.keys else 1.0
