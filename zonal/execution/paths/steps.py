@@ -5,7 +5,7 @@ Sums over features are passed over once a step, also those before a window; a st
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from zonal.kernels.op import plain
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
+from zonal.memory import Memory
 from zonal.memory.inverse import REMAKE, Inverse, ridge_version
 from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums as MemorySums
@@ -480,7 +481,16 @@ class RidgeSteps(Compiled):
         )  # fmt: skip
 
 
+Steps = SumsSteps | RidgeSteps | WindowSteps
+"""A memory in the hands of a compiled kernel."""
+KINDS: dict[type[Memory], tuple[Callable[[Call], Reason], Callable[[Call, Any], Steps]]] = {
+    GramStatistics: (ridge_refusal, RidgeSteps),
+    WindowedSums: (window_refusal, WindowSteps),
+    MemorySums: (sums_refusal, SumsSteps),
+}
+"""For each kind of memory that has a kernel: what the kernel refuses, and its steps."""
+
 __all__ = [
-    "MOST_TOKENS", "Compiled", "RidgeSteps", "SumsSteps", "WindowSteps", "ridge_refusal", "sums_refusal",
+    "KINDS", "MOST_TOKENS", "RidgeSteps", "Steps", "SumsSteps", "WindowSteps", "ridge_refusal", "sums_refusal",
     "window_refusal",
 ]  # fmt: skip

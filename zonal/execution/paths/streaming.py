@@ -5,25 +5,18 @@ operator's memory is; slow for many tokens, and the same function.
 """
 
 import warnings
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.execution.call import Call, check_memory, empty_memory, tail
-from zonal.execution.paths import steps
 from zonal.execution.paths.documents import by_document
-from zonal.execution.paths.steps import RidgeSteps, SumsSteps, WindowSteps
+from zonal.execution.paths.steps import KINDS, Steps, WindowSteps
 from zonal.kernels.build import BuildError
-from zonal.memory import DecayedSums, KeyValues, Memory, Tokens, WindowedSums
+from zonal.memory import DecayedSums, KeyValues, Memory, Tokens
 from zonal.memory.refusals import features_refusal
-from zonal.memory.ridge import GramStatistics
 from zonal.memory.summed import Summed
-from zonal.memory.sums import Sums
-
-Steps = SumsSteps | RidgeSteps | WindowSteps
-"""A memory in the hands of a compiled kernel."""
 
 
 def refusal(call: Call) -> str | None:
@@ -43,7 +36,8 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     memory = call.memory
     memory = empty_memory(call) if memory is None else memory
     check_memory(call, memory)
-    steps = _of(call, memory)
+    _, made = next(kernel for kind, kernel in KINDS.items() if isinstance(memory, kind))
+    steps = made(call, memory)
     y = first_step(call, steps)
     if y is None:  # too much fades, or the environment has switched the kernels off since the call was planned
         return by_torch(call)
@@ -80,22 +74,14 @@ def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
     return call.scaled(y), None if call.memory is None else memory
 
 
-def _of(call: Call, memory: Memory) -> Steps:
-    if isinstance(memory, GramStatistics):
-        return RidgeSteps(call, memory)
-    if isinstance(memory, WindowedSums):
-        return WindowSteps(call, memory)
-    return SumsSteps(call, cast(Sums, memory))
-
-
 def compiled_steps(call: Call) -> Steps | None:
     """The compiled kernel with the numbers of the call's memory, for steps like it, or None: torch's verbs run."""
-    memory = call.memory
-    assert memory is not None
-    kinds = (GramStatistics, steps.ridge_refusal), (WindowedSums, steps.window_refusal), (Sums, steps.sums_refusal)
-    refuse = next((refuse for kind, refuse in kinds if isinstance(memory, kind)), None)
+    found = next((kernel for kind, kernel in KINDS.items() if isinstance(call.memory, kind)), None)
+    if found is None:
+        return None
+    refuse, made = found
     try:
-        return None if refuse is None or refuse(call) else _of(call, memory)
+        return None if refuse(call) else made(call, call.memory)
     except BuildError as error:  # once: from now on it is refused
         warnings.warn(
             f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
@@ -132,4 +118,4 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
     return memory.lookup(q, call.bound), memory.extended(token)
 
 
-__all__ = ["Steps", "by_kernel", "by_torch", "compiled_steps", "first_step", "refusal"]
+__all__ = ["by_kernel", "by_torch", "compiled_steps", "first_step", "refusal"]
