@@ -28,7 +28,6 @@ from zonal.execution.paths.dense import dense
 from zonal.execution.plan import PATHS, choose, run
 from zonal.memory import Memory
 from zonal.memory.alike import check_draws, same_declaration
-from zonal.memory.drifting import warn_of_drift
 from zonal.names import known_names
 from zonal.stretch import active
 from zonal.typed import check_switch
@@ -157,7 +156,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
     call = resumed(call, memory)
     y, after = run(choose(call, path), call)
     assert after is not None
-    warn_of_drift(given.count, after, stacklevel=_CALLER + 1)
+    after.warn_of_drift(given.count, stacklevel=_CALLER + 1)
     return y, given.recorded(after, call.new_tokens) if given.parts else after
 
 

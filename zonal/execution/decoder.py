@@ -15,7 +15,6 @@ from zonal.execution.paths.streaming import by_torch, compiled_steps, first_step
 from zonal.execution.refusals import check_tokens
 from zonal.memory import Decoder, Memory
 from zonal.memory.decoding import NOTHING, Given
-from zonal.memory.drifting import tokens_within, warn_of_drift
 from zonal.memory.incoming import prepared
 
 
@@ -40,7 +39,7 @@ class StepDecoder(Decoder):
         y = self._advanced(q, k, v, given, scale)
         if self.count >= self._asked:
             memory = self.memory()
-            warn_of_drift(0, memory, stacklevel=5)
+            memory.warn_of_drift(0, stacklevel=5)
             self._asked = _next(memory)
         return y
 
@@ -130,8 +129,7 @@ Decoder.implementation = StepDecoder
 
 def _next(memory: Memory) -> int:
     """At how many tokens it is asked again whether to warn of drift."""
-    most = tokens_within(memory)
-    return (memory.count // most + 1) * most
+    return (memory.count // memory.most_tokens + 1) * memory.most_tokens
 
 
 __all__ = ["StepDecoder"]

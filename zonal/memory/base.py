@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -18,7 +19,6 @@ from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
-from zonal.memory.drifting import warn_of_drift
 from zonal.memory.form import ENDLESS, FLOATS, Form
 from zonal.memory.incoming import check_tokens, prepared
 from zonal.memory.reading import Readable
@@ -29,6 +29,9 @@ from zonal.memory.weights import check_weights, weighed
 from zonal.names import known_names
 from zonal.store import understood
 from zonal.typed import check_tensors
+
+MOST_DRIFT = 0.25
+"""The bound on rounding errors (``Memory.drift``) past which a memory warns."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,7 +166,7 @@ class Memory(Readable):
                 if span is None
                 else whole.followed_by(self.start(self.operator, self.form).extended(tokens))
             )
-            warn_of_drift(self.count, after, stacklevel=4)
+            after.warn_of_drift(self.count, stacklevel=4)
             return self.recorded(after, tokens) if span is None else self.open(span).recorded(after, tokens).close()
 
     @known_names
@@ -212,7 +215,7 @@ class Memory(Readable):
         if other.parts or span is not None:
             self._at_border("open")
         whole = self.unnamed().followed_by(other.unnamed())
-        warn_of_drift(max(self.count, other.count), whole, stacklevel=5)
+        whole.warn_of_drift(max(self.count, other.count), stacklevel=5)
         return self.together(other, whole, span, marks)
 
     def subtract(self, other: "Memory") -> "Memory":
@@ -397,12 +400,12 @@ class Memory(Readable):
         It is the bound of recursive summation, for any order of absorbing, merging and forgetting: (n + 8) u for n
         tokens, 8 u of it for the terms themselves, with u = 2^-24 in float32 and 2^-53 in float64; four times as much
         where the past fades. Most errors cancel, to about the square root of the bound. 0 for kept keys and values.
-        ``absorb``, ``merge``, attention and a decoder's steps warn where it passes 0.25 (``drifting``).
+        ``absorb``, ``merge``, attention and a decoder's steps warn where it passes 0.25.
         """
-        return self.drift_each * (self.count + 8)
+        return self._drift_each * (self.count + 8)
 
     @property
-    def drift_each(self) -> float:
+    def _drift_each(self) -> float:
         """What each token adds to ``drift``."""
         dtype = torch.float64 if self.double else self.form.statistics
         return self.roundings * torch.finfo(dtype).eps / 2
@@ -411,6 +414,34 @@ class Memory(Readable):
     def unfaded(self) -> float:
         """The number of tokens, or of those that have not faded where the past fades."""
         return self.count
+
+    @property
+    def most_tokens(self) -> int:
+        """After how many tokens ``drift`` reaches ``MOST_DRIFT``."""
+        return int(MOST_DRIFT / self._drift_each) - 8 if self._drift_each else ENDLESS
+
+    def warn_of_drift(self, before: int, stacklevel: int) -> None:
+        """Warn where ``drift`` has passed ``MOST_DRIFT`` since the memory held ``before`` tokens.
+
+        Where the past fades, the tokens count that have not faded, as errors fade with the terms that they are errors
+        of. This waits for the device, and so is asked only once in ``most_tokens``.
+        """
+        if torch.compiler.is_compiling():
+            return
+        most = self.most_tokens
+        if self.count // most <= before // most or self.unfaded < most:
+            return
+        remedy = (
+            "leave out compact=True, so that the sums are float64"
+            if self.kind == "compact"
+            else "make the memory with dtype=torch.float64"
+        )
+        warnings.warn(
+            f"Memory: this memory of kind {self.kind!r} holds sums of {self.form.statistics} over so many tokens that "
+            f"their rounding errors may exceed {MOST_DRIFT} of their terms (Memory.drift is the bound). For so many "
+            f"tokens {remedy}, or absorb the tokens that still matter into a new memory.",
+            stacklevel=stacklevel,
+        )
 
     # --- what a kind of memory provides; used by the execution paths on prepared keys and queries ---------------------
 
