@@ -17,7 +17,7 @@ is the backward pass of row attention with one more number per value. No array h
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def by_torch(call: Call) -> Tensor:
     return _by_passes(call, _Torch)
 
 
-def _by_passes(call: Call, passes: "type[_Compiled] | type[_Torch]") -> Tensor:
+def _by_passes(call: Call, passes: "type[_Passes]") -> Tensor:
     marginals = call.marginals
     assert marginals is not None
     q, k, v = _present(call)
@@ -140,37 +140,6 @@ def _column(call: Call) -> Tensor:
     assert call.marginals is not None
     key, col = call.marginals.key, call.bias.col
     return torch.zeros_like(key) if col is None else col.to(key).expand_as(key).clamp_min(ABSENT)
-
-
-class _Passes(Protocol):
-    """Row attention in both directions; a, b: log a (B, H, T) and log b (B, H, S), key biases included."""
-
-    def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """values (B, H, S, n) -> their means under each query's part of the plan (B, H, T, n), and log m (B, H, T)."""
-        ...
-
-    def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """values (B, H, T, n) -> their means under each key's part of the plan (B, H, S, n), and log n (B, H, S)."""
-        ...
-
-    def backward(
-        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and b of row attention that gave y and log_mass, for dy; its D_t is dy_t . y_t."""
-        ...
-
-
-def _passes(call: Call) -> "type[_Compiled] | type[_Torch]":
-    """What makes the passes of ``potentials``, which has no planner."""
-    if refusal(call) is None:
-        try:
-            native_kernels.load(_code(call))
-            return _Compiled
-        except BuildError as error:  # once: from now on it is refused
-            warnings.warn(
-                f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4
-            )
-    return _Torch
 
 
 class _Compiled:
@@ -257,6 +226,27 @@ class _Torch:
         return found.q, found.k, found.col
 
 
+_Passes = _Compiled | _Torch
+"""Row attention in both directions, for a = log a (B, H, T) and b = log b (B, H, S), key biases included.
+
+``rows`` gives the means of values (B, H, S, n) under each query's part of the plan, and log m (B, H, T); ``columns``
+the same for keys; ``backward`` the gradients of q, k and b of the rows that gave y and log m.
+"""
+
+
+def _passes(call: Call) -> type[_Passes]:
+    """What makes the passes of ``potentials``, which has no planner."""
+    if refusal(call) is None:
+        try:
+            native_kernels.load(_code(call))
+            return _Compiled
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(
+                f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4
+            )
+    return _Torch
+
+
 def _log(total: Tensor) -> Tensor:
     """The log sums of rows that tiles give as +inf where nothing is seen."""
     return torch.where(torch.isinf(total), ABSENT, total)
@@ -287,7 +277,7 @@ class _Transport(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, col: Tensor, log_mu: Tensor, log_nu: Tensor, call: Call,
-        made: type[_Compiled] | type[_Torch],
+        made: type[_Passes],
     ) -> Tensor:  # fmt: skip
         anchor = cast(PlanAnchor, call.bound.anchor)
         assert call.marginals is not None
