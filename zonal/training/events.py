@@ -138,12 +138,12 @@ class Judged:
 
 @dataclass(frozen=True)
 class ComparisonFinished:
-    """The last event: the number of runs in each state, and the chosen learning rate of each operator."""
+    """The last event: how many runs are done, failed and left, and the chosen learning rate of each operator."""
 
     status: str
     done: int
     failed: int
-    stopped: int
+    left: int
     best_learning_rates: dict[str, float | None]
 
 
