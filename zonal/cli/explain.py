@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -180,20 +181,6 @@ def _check(options: Explain) -> None:
         raise ArgumentError(f"explain: {command_line('explain', others).removeprefix('zonal explain ')} {why}.")
 
 
-def _found(options: Explain) -> Explanation | explain_model.Found | explain_run.Estimated:
-    if options.look.model is None:
-        return explained(options)
-    if options.run.gpus is None:
-        return explain_model.looked_at(options.look, options.device)
-    return explain_run.estimate(options.look.model, options.run, options.dtype)
-
-
-def _tables(found: Explanation | explain_model.Found | explain_run.Estimated) -> list[RenderableType]:
-    if isinstance(found, Explanation):
-        return tables(found)
-    return explain_model.tables(found) if isinstance(found, explain_model.Found) else explain_run.tables(found)
-
-
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.tree:
@@ -205,15 +192,22 @@ def run(options: Explain, command: str) -> int:
         print(tree())
         return 0
     _check(options)
-    found = _found(options)
-    page = None
-    if isinstance(found, explain_model.Found) and options.look.out is not None:
-        page = explain_model.write(found, options.look.out, command)
+    model, page = options.look.model, None
+    if model is None:
+        found = explained(options)
+        shown_as = partial(tables, found)
+    elif options.run.gpus is not None:
+        found = explain_run.estimate(model, options.run, options.dtype)
+        shown_as = partial(explain_run.tables, found)
+    else:
+        found = explain_model.looked_at(options.look, options.device)
+        shown_as = partial(explain_model.tables, found)
+        page = None if options.look.out is None else explain_model.write(found, options.look.out, command)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         return 0
     console = screen()
-    for part in _tables(found):
+    for part in shown_as():
         console.print(part)
     if page is not None:
         console.print(Text(f"Page: {page}"))
