@@ -64,6 +64,30 @@ def test_the_kept_table_is_never_stale_and_nothing_enters_the_state():
     torch.testing.assert_close(copy.deepcopy(rotary).bfloat16()(x, 3), once, rtol=0, atol=0)
 
 
+def test_a_table_of_inference_mode_serves_training():
+    rotary = Rotary(8)
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with torch.inference_mode():
+        once = rotary(x, 3)
+    y = rotary(x, 3)
+    y.sum().backward()
+    torch.testing.assert_close(y, once, rtol=0, atol=0)
+
+
+class Interrupted(Rotary):
+    """Another call comes between as soon as the table of position 3 is kept, as one of another thread may."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "_table" and value is not None and value[0][0] == 3:
+            self(torch.zeros(1, 1, 4, 8), 9)
+
+
+def test_a_table_that_another_thread_keeps_is_not_taken():
+    x = torch.randn(1, 1, 4, 8)
+    torch.testing.assert_close(Interrupted(8)(x, 3), Rotary(8)(x, 3), rtol=0, atol=0)
+
+
 def test_bfloat16_in_bfloat16_out_turned_in_float32():
     torch.manual_seed(0)
     x = torch.randn(1, 2, 9, 16).bfloat16()

@@ -282,10 +282,12 @@ class Rotary(nn.Module):
         if torch.compiler.is_compiling():  # a graph has tables of its own, for any length
             return self._turns(self.angles(torch.arange(length, device=x.device) + positions), dtype)
         key = (positions, length, x.device, dtype, self.base, self.scaling)
-        if self._table is None or self._table[0] != key:
-            angles = self.angles(torch.arange(positions, positions + length, device=x.device))
-            self._table = (key, *self._turns(angles, dtype))
-        return self._table[1], self._table[2]
+        table = self._table  # read once: another thread may put its own in place
+        if table is None or table[0] != key:
+            with torch.inference_mode(False):  # training may use the table, too
+                angles = self.angles(torch.arange(positions, positions + length, device=x.device))
+                self._table = table = (key, *self._turns(angles, dtype))
+        return table[1], table[2]
 
     def _turns(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
