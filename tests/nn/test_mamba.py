@@ -185,6 +185,12 @@ def test_steps_and_rates_start_where_they_should():
     assert layer.learned()["rates"] == pytest.approx((-rate * step).exp().tolist(), rel=1e-5)
 
 
+def test_a_token_of_zeros_gets_the_derivative_of_the_rate():
+    layer, x = make("mamba3"), tokens(1, 5)
+    x[:, 2] = 0
+    assert torch.autograd.gradcheck(layer, (x.requires_grad_(),))
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

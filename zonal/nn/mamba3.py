@@ -180,7 +180,7 @@ class Mamba3(TokenMixer):
 
 def _rate(a: Tensor) -> Tensor:
     """1 + a for a ≥ 0, 1 / (1 − a) below: positive, with one derivative everywhere."""
-    return a.clamp_min(0) + 1 / (1 - a.clamp_max(0))
+    return torch.where(a > 0, 1 + a, 1 / (1 - a.clamp_max(0)))
 
 
 __all__ = ["Mamba3"]
