@@ -17,6 +17,7 @@ TENSORS = {
     "b": torch.tensor(3, dtype=torch.int64),
     "empty": torch.zeros(0, 4),
     "half": torch.ones(3, dtype=torch.bfloat16),
+    "slice": torch.arange(4.0)[::4],
 }
 
 

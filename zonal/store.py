@@ -311,8 +311,11 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], he
     ``header`` must have the key ``kind``; ``checksum`` is added here.
     """
     target = Path(path)
-    # clone: safetensors refuses tensors that share storage, and a tied weight saved twice is still right
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    # clone: safetensors refuses tensors that share storage, and a tied weight saved twice is still right; with the
+    # format, a slice of one number, which counts as contiguous with any stride, gets a plain one
+    plain = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     # as it will be read back: tuples as lists, numbers as JSON has them
     stated = json.loads(json.dumps(dict(header), allow_nan=False))
     metadata = {"zonal": json.dumps({**stated, "checksum": checksum(plain, stated)})}
