@@ -448,6 +448,9 @@ def test_files_that_are_no_model_are_refused_in_one_line(tmp_path):
         (lambda m: m.generate(text(), -1), "max_new_tokens"),
         (lambda m: m.generate(text()[:, :0], 1), "length >= 1"),
         (lambda m: m.generate(text(), 1, top_k=0), "top_k"),
+        (lambda m: m.generate(text(), 1, key_padding_mask=torch.ones(2, 0).bool()), r"generate: .*received .*\(2, 0\)"),
+        (lambda m: m.prefill(text(), key_padding_mask=torch.ones(12).bool()), r"prefill: .*received .*\(12,\)"),
+        (lambda m: m.prefill(text(), chunk=2, key_padding_mask=torch.ones(2, 20).bool()), r"prefill: .*\(2, 20\)"),
         (lambda m: m.memory_bytes(-1), "length"),
     ],
 )

@@ -113,6 +113,7 @@ def test_non_finite_padding_does_not_leak():
     [
         (lambda c: c(torch.zeros(2, 3, 4)), "x must be"),
         (lambda c: c(torch.zeros(2, 3)), "x must be"),
+        (lambda c: c(torch.zeros(2, 0, 5)), "tokens >= 1"),
         (lambda c: c(torch.zeros(2, 3, 5), torch.zeros(2, 3, 5)), "tail must be"),
         (lambda c: c(torch.zeros(1, 3, 5), c.empty_tail(1), cu_seqlens=torch.tensor([0, 3])), "no tail"),
         (lambda c: c(torch.zeros(2, 3, 5), cu_seqlens=torch.tensor([0, 3])), "batch 1"),

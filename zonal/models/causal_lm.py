@@ -21,6 +21,7 @@ from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
 from zonal.nn import Attention, Records, Rotary
 from zonal.nn.memory import Past, load_memories
+from zonal.nn.positions import check_masks
 
 FINISHED = -1
 
@@ -195,7 +196,7 @@ class CausalLM(LanguageModel):
             ArgumentError: tokens, mask or memory do not fit the model.
         """
         self._check_tokens("prefill", tokens)
-        self._check_ends("prefill", key_padding_mask)
+        self._check_ends("prefill", tokens, key_padding_mask)
         if chunk is not None and chunk < 1:
             raise ArgumentError(f"CausalLM.prefill: chunk must be at least 1, received {chunk}.")
         memory = self.empty_memory(tokens.shape[0]) if memory is None else memory
@@ -283,7 +284,7 @@ class CausalLM(LanguageModel):
         if max_new_tokens < 0:
             raise ArgumentError(f"generate: max_new_tokens must not be negative, received {max_new_tokens}.")
         self._check_tokens("generate", tokens)
-        self._check_ends("generate", key_padding_mask)
+        self._check_ends("generate", tokens, key_padding_mask)
         sampler = Sampler(temperature, top_k, top_p)
         rule = StopRule(stop, tokens.shape[0])
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
@@ -397,7 +398,8 @@ class CausalLM(LanguageModel):
                 "Make it with empty_memory()."
             )
 
-    def _check_ends(self, call: str, key_padding_mask: Tensor | None) -> None:
+    def _check_ends(self, call: str, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
+        check_masks(f"CausalLM.{call}", *tokens.shape, key_padding_mask, None)
         if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
             raise ArgumentError(
                 f"CausalLM.{call}: every prompt must end with a real token. Pad shorter prompts on the left."

@@ -167,8 +167,10 @@ class ShortConvolution(nn.Module):
 
         Other arguments and errors are those of ``forward``.
         """
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ArgumentError(f"ShortConvolution: x must be (batch, tokens, {self.dim}), received {tuple(x.shape)}.")
+        if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise ArgumentError(
+                f"ShortConvolution: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}."
+            )
         if not 1 <= len(sizes) <= 3 or sum(sizes) != self.dim or sizes[0] % heads:
             raise ArgumentError(
                 f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of "
