@@ -399,7 +399,8 @@ class CausalLM(LanguageModel):
             )
 
     def _check_ends(self, call: str, tokens: Tensor, key_padding_mask: Tensor | None) -> None:
-        check_masks(f"CausalLM.{call}", *tokens.shape, key_padding_mask, None)
+        batch, length = tokens.shape
+        check_masks(f"CausalLM.{call}", batch, length, key_padding_mask, None)
         if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
             raise ArgumentError(
                 f"CausalLM.{call}: every prompt must end with a real token. Pad shorter prompts on the left."
