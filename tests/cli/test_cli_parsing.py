@@ -9,7 +9,7 @@ import pytest
 from zonal.cli import parse
 from zonal.cli.app import COMMANDS, help_text, main, option_names, parse_options
 from zonal.cli.compare import DESCRIPTION, Compare, specification
-from zonal.cli.demo import PARTS, Demo, parts
+from zonal.cli.demo import Demo, parts
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line
 from zonal.cli.train import Train, defaults, layers_of, model_of
 from zonal.errors import ArgumentError
@@ -213,7 +213,6 @@ def test_layers_of_a_trained_model():
 
 
 def test_demo_shares_out_its_time():
-    assert sum(share for _, share, _ in PARTS) == pytest.approx(1)
     found = parts(Demo(budget="100s", seeds="2"))
     assert sum(parse.duration(settings.budget or "") for _, settings in found) == pytest.approx(100)
     assert [settings.task.task for _, settings in found] == ["mqar-demo", "text"]

@@ -401,7 +401,7 @@ def test_bench_without_the_source_tree(tmp_path, monkeypatch, capsys):
 
 def test_demo_shares_out_any_budget():
     budgets = [parse.duration(settings.budget) for _, settings in demo.parts(demo.Demo(budget="600h"))]
-    assert sum(budgets) == pytest.approx(600 * 3600 * sum(share for _, share, _ in demo.PARTS))
+    assert sum(budgets) == pytest.approx(600 * 3600)
 
 
 def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):
@@ -412,7 +412,7 @@ def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):
         task=TaskOptions(task="mqar-demo", vocab_size=64, length=32, train_examples=64, test_examples=8), **small
     )
     text = Compare(task=TaskOptions(task="text", data="novel", length=16, evaluation_bytes=64), **small)
-    monkeypatch.setattr(demo, "PARTS", (("recall", 0.5, recall), ("text", 0.5, text)))
+    monkeypatch.setattr(demo, "PARTS", {"recall": recall, "text": text})
     code, out, err = run("demo --budget 60s", capsys)
     assert (code, err) == (0, "")
     assert f"Report: {here}/runs/demo/report.html" in out

@@ -6,9 +6,9 @@ command, which the report prints, so that a reader can run one part alone.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zonal import report
 from zonal.cli import compare, parse
@@ -23,35 +23,24 @@ OPERATORS = "softmax,sko,squared_affine,linear,ska(power=0)"
 # small models gain little from a second thread: two runs at a time, of one thread each, use two cores better
 JOBS = 2
 
-# name, share of the whole time where a budget is given, settings
-PARTS = (
-    (
-        "recall",
-        0.5,
-        Compare(
-            operators=OPERATORS,
-            learning_rates="1e-2",
-            jobs=JOBS,
-            threads=1,
-            task=TaskOptions(task="mqar-demo", test_examples=500),
-            model=ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4),
-            training=TrainingOptions(steps=500, batch_size=64, eval_batch_size=250, tensorboard=False),
-        ),
+_SHARED = Compare(operators=OPERATORS, jobs=JOBS, threads=1)
+PARTS = {
+    "recall": dataclasses.replace(
+        _SHARED,
+        learning_rates="1e-2",
+        task=TaskOptions(task="mqar-demo", test_examples=500),
+        model=ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4),
+        training=TrainingOptions(steps=500, batch_size=64, eval_batch_size=250, tensorboard=False),
     ),
-    (
-        "text",
-        0.5,
-        Compare(
-            operators=OPERATORS,
-            learning_rates="3e-3",
-            jobs=JOBS,
-            threads=1,
-            task=TaskOptions(task="text", data="novel", length=128, evaluation_bytes=16_384),
-            model=ModelOptions(layers=2, dim=64, heads=2, conv=4),
-            training=TrainingOptions(steps=500, batch_size=16, eval_batch_size=64, tensorboard=False),
-        ),
+    "text": dataclasses.replace(
+        _SHARED,
+        learning_rates="3e-3",
+        task=TaskOptions(task="text", data="novel", length=128, evaluation_bytes=16_384),
+        model=ModelOptions(layers=2, dim=64, heads=2, conv=4),
+        training=TrainingOptions(steps=500, batch_size=16, eval_batch_size=64, tensorboard=False),
     ),
-)
+}
+"""The settings of each part by its name. A budget is divided equally."""
 
 DESCRIPTION = """\
 Compare softmax, SKO, squared-affine, linear and ridge attention on two tasks, multi-query associative recall and the
@@ -78,20 +67,19 @@ class Demo:
 def parts(options: Demo) -> list[tuple[Path, Compare]]:
     """The comparisons of the demo, each with its folder."""
     parse.seeds(options.seeds)
-    if options.budget is None:
-        return [(options.out / name, dataclasses.replace(settings, seeds=options.seeds)) for name, _, settings in PARTS]
-    whole = parse.duration(options.budget)
+    changes: dict[str, Any] = {"seeds": options.seeds}
+    if options.budget is not None:
+        changes["budget"] = f"{parse.duration(options.budget) / len(PARTS):.10g}s"
     return [
         (
             options.out / name,
             dataclasses.replace(
-                settings,
-                budget=f"{whole * share:.10g}s",
-                seeds=options.seeds,
-                training=dataclasses.replace(settings.training, steps=None),
+                part,
+                **changes,
+                training=part.training if options.budget is None else dataclasses.replace(part.training, steps=None),
             ),
         )
-        for name, share, settings in PARTS
+        for name, part in PARTS.items()
     ]
 
 
@@ -103,12 +91,12 @@ def run(options: Demo, command: str) -> int:
         for folder, settings in parts(options)
     ]
     codes: list[int] = []
-    for (comparison, settings), (_, share, _) in zip(comparisons, PARTS, strict=True):
+    for comparison, settings in comparisons:
         try:
             result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
         except SmallBudgetError as error:
             raise ArgumentError(
-                f"demo: --budget {options.budget} is too small; about {math.ceil(error.needed / share)} s are needed. "
+                f"demo: --budget {options.budget} is too small; about {error.needed * len(PARTS)} s are needed. "
                 "Give as much, and another folder with --out, or leave --budget out."
             ) from error
         if comparison.plan is None or result.status == "stopped":
