@@ -92,10 +92,9 @@ class Explanation:
         """What runs a path: a compiled kernel, or torch and why."""
         if family not in ("", self.shape.tags.family):
             return f"torch, for its anchor is not one of {family}"
-        compiled = [e for e in self.plan.estimates if e.path == path and not e.route.startswith("torch")]
-        if compiled:
+        if any(e.path == path and not e.route.startswith("torch") for e in self.plan.estimates):
             return "a compiled kernel"
-        reasons = [why for route, why in self.plan.without.items() if route.startswith(f"{path}, ")]
+        reasons = [why for route, why in self.plan.found.without.items() if route.path == path]
         return f"torch, for {'; '.join(reasons) or self.plan.refused.get(path, 'it has no kernel here')}"
 
     def _implementation(self, estimate: Estimate) -> str:

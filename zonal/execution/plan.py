@@ -81,11 +81,6 @@ class Choice:
         }
         return MappingProxyType({**self.found.refused, **large})
 
-    @property
-    def without(self) -> Mapping[str, str]:
-        """route that refuses -> why another of its path runs."""
-        return MappingProxyType({str(route): why for route, why in self.found.without.items()})
-
 
 def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, available: int | None = None) -> Choice:
     """The route for a prepared call. The same call, machine and memory always give the same choice.

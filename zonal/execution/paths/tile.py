@@ -147,7 +147,7 @@ def _code(link: Link, score: Score) -> Formula | None:
     code, reduction = code_of(link), score.dot_reduction
     if reduction is None or code is None:
         return code
-    return reduction.formula if code.log and not code.cpp_value and code.domain is None else None
+    return reduction.formula if exponential(code) and code.domain is None else None
 
 
 def tiled(call: Call) -> Tensor:
