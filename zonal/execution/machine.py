@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from zonal.algebra.anchor import Count
 from zonal.algebra.link import Gegenbauer
 from zonal.algebra.score import Cosine
 from zonal.cache import VARIABLE, cache_folder
-from zonal.errors import FileFormatError
+from zonal.errors import ArgumentError, FileFormatError
 from zonal.execution.call import prepare
 from zonal.execution.paths import tile
 from zonal.kernels import choice
 from zonal.kernels.build import BuildError
+from zonal.typed import made
 
 SCHEMA = 6
 LARGE = 32 << 20
@@ -80,25 +81,18 @@ class Machine:
     def from_dict(read: Any, note: str = "") -> "Machine":
         """The machine that ``to_dict`` wrote.
 
-        Raises: FileFormatError when a number is missing or not positive, or a key is unknown.
+        Raises: FileFormatError when a number is missing or not positive.
         """
         if not isinstance(read, dict) or read.get("schema") != SCHEMA:
             raise FileFormatError(f"machine: a file of schema {SCHEMA} is required.")
-        values: dict[str, Any] = {"note": note}
-        for each in fields(Machine):
-            if each.name == "note":
-                continue
-            value = read.get(each.name)
-            if each.type in (str, bool):
-                good = isinstance(value, each.type)  # type: ignore[arg-type]
-            else:
-                good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            if not good:
-                raise FileFormatError(
-                    f"machine: {each.name} must be text, true or false, or a number > 0, found {value!r}."
-                )
-            values[each.name] = value
-        return Machine(**values)
+        try:
+            found = made(Machine, {**read, "note": note}, "machine")
+        except ArgumentError as error:
+            raise FileFormatError(str(error)) from error
+        for name, value in asdict(found).items():
+            if not isinstance(value, str | bool) and value <= 0:
+                raise FileFormatError(f"machine: {name} must be a number > 0, found {value!r}.")
+        return found
 
 
 # A server processor with two threads, and a data-centre accelerator. They are used where nothing can be measured or
