@@ -13,7 +13,6 @@ from zonal.execution.work.pairs import (
     plan_compiled,
     plan_tiles,
     tiles,
-    transport,
     tree,
 )
 from zonal.execution.work.ridge import compiled_ridge, fading, ridge
@@ -30,5 +29,5 @@ from zonal.execution.work.sums import compiled_sums, compiled_window, sums, wind
 __all__ = [
     "Work", "candidates", "compiled_candidates", "compiled_ridge", "compiled_ridge_steps", "compiled_steps",
     "compiled_sums", "compiled_tiles", "compiled_window", "compiled_window_steps", "dense", "distances", "fading",
-    "plan_compiled", "plan_tiles", "ridge", "steps", "sums", "tiles", "transport", "tree", "window",
+    "plan_compiled", "plan_tiles", "ridge", "steps", "sums", "tiles", "tree", "window",
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def distances(s: Shape) -> Work:
     return found._replace(multiply_adds=found.multiply_adds + pairs * more * s.back, launches=launches)
 
 
-def transport(s: Shape, once: Work, sums: Work) -> Work:
+def _transport(s: Shape, once: Work, sums: Work) -> Work:
     """A plan by tiles: a pass with values, as row attention has it, and passes that sum rows or columns."""
     passes = 2 * _ITERATIONS + (2 * _SOLVES + 2 if s.gradients else 0)
     more = 2.0 * s.itemsize * s.batch * s.heads * (s.queries + s.keys) * (s.dim + 3)
@@ -148,12 +148,12 @@ def _row(s: Shape) -> Shape:
 
 def plan_tiles(s: Shape) -> Work:
     """Passes of a plan by torch's tiles."""
-    return transport(s, tiles(_row(s)), tiles(_row(s)._replace(value_dim=1, gradients=False)))
+    return _transport(s, tiles(_row(s)), tiles(_row(s)._replace(value_dim=1, gradients=False)))
 
 
 def plan_compiled(s: Shape) -> Work:
     """Passes of a plan by the compiled kernel of tiles."""
-    return transport(s, compiled_tiles(_row(s)), compiled_tiles(_row(s)._replace(value_dim=1, gradients=False)))
+    return _transport(s, compiled_tiles(_row(s)), compiled_tiles(_row(s)._replace(value_dim=1, gradients=False)))
 
 
 def tree(s: Shape) -> Work:
@@ -175,4 +175,4 @@ def tree(s: Shape) -> Work:
     )
 
 
-__all__ = ["compiled_tiles", "dense", "distances", "plan_compiled", "plan_tiles", "tiles", "transport", "tree"]
+__all__ = ["compiled_tiles", "dense", "distances", "plan_compiled", "plan_tiles", "tiles", "tree"]
