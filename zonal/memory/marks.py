@@ -108,9 +108,4 @@ def moved(borders: Sequence[Border], by: int) -> tuple[Border, ...]:
     return tuple(b._replace(at=b.at + by) for b in borders if b.at + by > 0)
 
 
-def copied(borders: Sequence[Border]) -> tuple[Border, ...]:
-    """The same borders in storage of their own."""
-    return tuple(Border(b.at, b.total.clone(), b.mark.clone()) for b in borders)
-
-
-__all__ = ["Border", "Marked", "after_merge", "after_subtract", "copied", "moved"]
+__all__ = ["Border", "Marked", "after_merge", "after_subtract", "moved"]

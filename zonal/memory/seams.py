@@ -6,7 +6,7 @@ span continues from the same left key.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ class Seam(NamedTuple):
     right: Tensor
     before: Tensor
     after: Tensor
-
-    def clone(self) -> Self:
-        """A copy that shares no storage."""
-        return type(self)(self.at, self.left.clone(), self.right.clone(), self.before.clone(), self.after.clone())
 
 
 class Rest(NamedTuple):

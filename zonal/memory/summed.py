@@ -199,8 +199,8 @@ class Summed(Memory):
         copy = replace(
             self,
             **{name: x.clone() for name, x in self.numbers().items()},
-            seams=tuple(seam.clone() for seam in self.seams),
-            borders=marks.copied(self.borders),
+            seams=tuple(map(_copied, self.seams)),
+            borders=tuple(map(_copied, self.borders)),
             pending=None if self.pending is None else self.pending.map(torch.clone),
             parts=(),
         )
@@ -254,6 +254,11 @@ class Summed(Memory):
             borders=_read(Border, tensors, plain),
             pending=Tokens(**waiting) if waiting else None,
         )
+
+
+def _copied(record: _Record) -> _Record:
+    """What a merge wrote down, in storage of its own."""
+    return type(record)(record.at, *(x.clone() for x in record[1:]))
 
 
 def _read(kind: type[_Record], tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[_Record, ...]:
