@@ -200,13 +200,10 @@ def slices(summary: Summary, name: str) -> Table:
         value = found[row.operator].get(key)
         return _spread(value, value is not None and len(summary.rows) > 1 and value.mean == top[key])
 
-    titles = {key: f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys}
+    unit = {"pairs": "pairs", "length": "tokens"}.get(name, "")
+    titles = {key: f"{glossary.slice_name(key)} {unit}".strip() for key in keys}
     columns = [(title, partial(accuracy, key=key)) for key, title in titles.items()]
     return _table(_with_results(summary), [("Operator", _name), *columns])
-
-
-def _unit(name: str) -> str:
-    return {"pairs": "pairs", "length": "tokens"}.get(name, "")
 
 
 def slice_names(summary: Summary) -> tuple[str, ...]:

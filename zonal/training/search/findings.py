@@ -6,7 +6,6 @@ from typing import Any
 from zonal.evaluation.statistics import Spread, spread
 from zonal.store import write_checked
 from zonal.training.search.graph import Graph, move_graph
-from zonal.training.search.moves import Move
 from zonal.training.search.regime import Regime
 from zonal.training.search.result import Outcome, SearchResult
 from zonal.training.search.spec import SearchSpec
@@ -36,7 +35,7 @@ def findings(spec: SearchSpec, result: SearchResult) -> dict[str, Any]:
         "rounds": [
             {
                 "current": place[each.current],
-                "drawn": [{**_move(move), "to": place.get(move.target)} for move in each.drawn],
+                "drawn": [{"kind": move.kind, "text": move.text, "to": place.get(move.target)} for move in each.drawn],
                 "rungs": [
                     {"steps": steps, "order": [place[regime] for regime in order]} for steps, order in each.rungs
                 ],
@@ -58,10 +57,6 @@ def findings(spec: SearchSpec, result: SearchResult) -> dict[str, Any]:
 
 def _spread(found: Spread) -> dict[str, Any]:
     return {"n": found.n, "mean": found.mean, "deviation": found.deviation, "low": found.low, "high": found.high}
-
-
-def _move(move: Move) -> dict[str, Any]:
-    return {"kind": move.kind, "text": move.text}
 
 
 def _regime(regime: Regime, rungs: dict[int, Outcome]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a search is asked for, as a value with a JSON form."""
 
 import dataclasses
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -90,11 +91,11 @@ class SearchSpec(SearchSettings):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("eta", self.eta >= 2, "at least 2")
         least = self.eta ** (self.rungs - 1)
+        allowed = next(rungs for rungs in itertools.count(1) if self.eta**rungs > self.training.steps)
         self._require(
             "rungs",
             self.training.steps >= least,
-            f"few enough that the first has a step: {self.training.steps} steps allow "
-            f"{_most_rungs(self.training.steps, self.eta)}",
+            f"few enough that the first has a step: {self.training.steps} steps allow {allowed}",
         )
         self._require("seeds", bool(self.seeds) and len(set(self.seeds)) == len(self.seeds), "at least one, each once")
         self._require("measure", self.measure in get_args(Measure), "'metric', 'loss' or 'steps'")
@@ -215,10 +216,6 @@ class SearchSpec(SearchSettings):
             "training": self.training.to_dict(),
             **described,
         }
-
-
-def _most_rungs(steps: int, eta: int) -> int:
-    return 1 + next(rungs for rungs in range(steps) if eta ** (rungs + 1) > steps)
 
 
 def read_search(directory: Path, task: tasks.Task | None = None) -> tuple[SearchSpec, dict[str, Any]]:
