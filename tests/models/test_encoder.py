@@ -101,6 +101,15 @@ def test_merging_reaches_every_parameter(operator):
             lambda: VisionEncoder(VisionConfig()).loss(torch.zeros(2, 1, 28, 28), torch.zeros(2)),
             "one int64 label per image",
         ),
+        *(
+            (
+                lambda label=label: VisionEncoder(VisionConfig()).loss(
+                    torch.zeros(2, 1, 28, 28), torch.tensor([3, label])
+                ),
+                rf"labels must lie in \[0, 10\), received .*{label}",
+            )
+            for label in (-100, 10)
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):
@@ -119,6 +128,15 @@ def test_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no such file")
     with pytest.raises(FileFormatError, match="load vision model"):
         VisionEncoder.load(tmp_path / "model.safetensors")
+
+
+def test_a_loss_has_the_digits_of_its_logits():
+    made = VisionEncoder(VisionConfig(image=8, patch=4, dim=8, heads=2), seed=0).double()
+    images, labels = torch.randn(3, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 4, 9])
+    total, count = made.loss(images, labels)
+    wanted = -made(images).log_softmax(-1).gather(1, labels[:, None]).sum()
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=0)
+    assert count == 3
 
 
 def test_a_patch_is_a_token():

@@ -21,6 +21,7 @@ from zonal.models.config import from_fields
 from zonal.models.layers import layer_list
 from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Merged, MergeSchedule, RMSNorm, SwiGLU
+from zonal.nn.norm import accumulation_dtype
 
 
 @known_names
@@ -258,17 +259,25 @@ class VisionEncoder(nn.Module):
     def loss(
         self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto"
     ) -> tuple[Tensor, int]:
-        """Cross-entropy in nats, summed over images, and the number of images. labels: int64 (B,).
+        """Cross-entropy in nats, summed over images, and the number of images; in float32 or better. labels: int64
+        (B,), from 0 to classes - 1.
 
         Raises:
-            ArgumentError: shapes or dtypes do not fit.
+            ArgumentError: shapes, dtypes or labels do not fit.
         """
         if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
             raise ArgumentError(
                 f"VisionEncoder.loss: one int64 label per image is required, ({len(images)},), received "
                 f"{labels.dtype} of shape {tuple(labels.shape)}."
             )
-        return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
+        if bool(((labels < 0) | (labels >= self.config.classes)).any()):
+            raise ArgumentError(
+                f"VisionEncoder.loss: labels must lie in [0, {self.config.classes}), received {int(labels.min())} … "
+                f"{int(labels.max())}. Leave images without a label out."
+            )
+        logits = self(images, merge=merge, path=path)
+        loss = F.cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, reduction="sum")
+        return loss, len(labels)
 
     def tokens(self, images: Tensor) -> Tensor:
         """The input of the encoder: patches with their positions, (B, patches, dim)."""
