@@ -2,6 +2,7 @@
 transformers' own weights.
 """
 
+import copy
 import functools
 import importlib.util
 import math
@@ -221,7 +222,8 @@ def test_memory_is_a_value_of_constant_size(kind):
     _, memory = layer(u[:, :6], return_memory=True)
     first, _ = layer(u[:, 6:], memory=memory)
     fork = memory.fork()
-    for again in (layer(u[:, 6:], memory=memory)[0], layer(u[:, 6:], memory=fork)[0]):
+    for past in (memory, fork, copy.deepcopy(memory)):
+        again = layer(u[:, 6:], memory=past)[0]
         torch.testing.assert_close(again, first, rtol=0, atol=0)
     storages = {x.untyped_storage().data_ptr() for x in (*memory.carried.values(), memory.tail) if x is not None}
     assert not storages & {x.untyped_storage().data_ptr() for x in (*fork.carried.values(), fork.tail) if x is not None}

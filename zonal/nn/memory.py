@@ -266,6 +266,9 @@ class LayerMemory:
         """Write to one safetensors file, whole or not at all; read it with the layer's ``load_memory``."""
         save_memories(path, [self])
 
+    def __deepcopy__(self, memo: object) -> "LayerMemory":
+        return self.fork()
+
     def fork(self) -> "LayerMemory":
         """A copy that shares no storage."""
         return self._each(lambda layer: layer._changed(layer.memory.fork(), torch.clone))
