@@ -117,10 +117,15 @@ def made(layers: str, **settings: Any) -> CausalLM:
     return build(ModelConfig(vocab_size=31, dim=16, layers=layers, heads=4, init_std=0.3, **settings), seed=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"layers": "softmax, squared_affine", "rotary": True}, {"mlp": "koopman"}, {"mlp": "experts", "experts": 3}],
+    ids=str,
+)
 @torch.no_grad()
-def test_a_model_is_two_programs() -> None:
+def test_a_model_is_two_programs(settings: dict[str, Any]) -> None:
     """Saved, loaded, and run token by token, on prompts of other lengths than that of the export."""
-    model = made("softmax, squared_affine", rotary=True)
+    model = made(**{"layers": "linear", **settings})
     programs = export(model, batch=2)
     assert not own_operators(programs.prefill) | own_operators(programs.step)
     prefill, step = (stored(program) for program in programs)

@@ -13,9 +13,9 @@ class MixtureOfExperts(nn.Module):
     """y_t = Σ_e g_te E_e(x_t), where E_e is a SwiGLU. g_t is the softmax over the ``top`` largest entries of W_r x_t,
     and 0 for the other experts.
 
-    Each expert runs on the tokens that choose it, and no token is dropped. The result of a token does not depend on
-    other tokens, except that rounding may change the choice between two equal entries of W_r x. There is no balancing
-    loss; ``load`` shows how the experts are used.
+    Each expert runs on the tokens that choose it (in programs of ``torch.export`` on all), and no token is dropped. The
+    result of a token does not depend on other tokens, except that rounding may change the choice between two equal
+    entries of W_r x. There is no balancing loss; ``load`` shows how the experts are used.
 
     Args:
         dim: size of input and output.
@@ -69,6 +69,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> (..., dim)."""
+        if torch.compiler.is_exporting():  # how many tokens choose an expert is no size that a program can have
+            return self.dense(x)
         flat = x.reshape(-1, self.dim)
         index, share = self.chosen(flat)
         order = index.flatten().argsort(stable=True)  # slots of tokens, by expert

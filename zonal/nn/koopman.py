@@ -63,7 +63,8 @@ class KoopmanMLP(nn.Module):
         u = F.silu(self.lift(x))
         radius = self.modulus.sigmoid()
         cos, sin = radius * self.angle.cos(), radius * self.angle.sin()
-        if self.gate is None and x.numel() >= self.dim * self.dim and plain(self.read):
+        few = torch.compiler.is_exporting() or x.numel() < self.dim * self.dim  # a program is for any number of tokens
+        if self.gate is None and not few and plain(self.read):
             # more rows than W_read has: its columns are turned in their place, the same function
             first, second = self.read.weight.unflatten(1, (-1, 2)).unbind(-1)
             return F.linear(u, torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(1))
