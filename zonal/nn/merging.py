@@ -90,7 +90,8 @@ def matched(x: Tensor, mass: Tensor, count: int) -> Factor:
 
     Each token at an even position finds its nearest token, by cosine, at an odd position. The best of these pairs are
     merged (Bolya et al., *Token merging*, 2023), so at most half of the tokens are merged at once. Tokens without mass
-    (padding) are merged first, with any token, because they do not change a mean.
+    (padding) at even positions are merged first, with any token, because they do not change a mean; those at odd
+    positions stay at first.
     """
     length = x.shape[1]
     unit = F.normalize(x, dim=-1)
