@@ -167,14 +167,14 @@ class ComparisonData:
         return self.training.get("stop_at_accuracy")
 
 
-def _metrics(values: Any, name: str) -> Metrics | None:
+def _final(values: Any) -> Metrics | None:
     """An evaluation; None where there is none, or where its loss was not finite (training writes null then)."""
-    values = made(Mapping[str, Any], values or {}, name)
-    if made(float | None, values.get("loss"), f"{name}.loss") is None:
+    values = made(Mapping[str, Any], values or {}, "final")
+    if made(float | None, values.get("loss"), "final.loss") is None:
         return None
-    cells = made(tuple[Mapping[str, Any], ...], values.get("transfer") or (), f"{name}.transfer")
+    cells = made(tuple[Mapping[str, Any], ...], values.get("transfer") or (), "final.transfer")
     transfer = [{**cell, "slices": {key: cell[key] for key in cell if key not in _MEASURED}} for cell in cells]
-    return made(Metrics, {**values, "transfer": transfer}, name)
+    return made(Metrics, {**values, "transfer": transfer}, "final")
 
 
 def _points(path: Path) -> dict[str, tuple[Point, ...]]:
@@ -213,7 +213,7 @@ def _run(folder: Path) -> Run:
         record = made(Mapping[str, Any], checked(path, read_json(path)), "the record")
         found = {
             "label": record.get("label") or record.get("operator"),
-            "final": _metrics(record.get("final"), "final"),
+            "final": _final(record.get("final")),
             "training": curves["train"],
             "evaluations": curves["eval"],
             "diagnostics": diagnostics.load(folder),
