@@ -374,14 +374,16 @@ def visibility(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Visibility:
-    """The mask of a call. With fewer queries than keys, the queries are the last positions (as in a cached decoder)."""
+    """The mask of a call, from those of its priors that mask. With fewer queries than keys, the queries are the last
+    positions (as in a cached decoder).
+    """
     edges = None
     if cu_seqlens is not None:
         edges = checked_cu_seqlens(cu_seqlens, keys)
         require(
             queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}."
         )
-    rule = (queries, keys, priors, causal, include_self)
+    rule = (queries, keys, tuple(p for p in priors if p.masks), causal, include_self)
     return Visibility(
         functools.partial(intervals_of, *rule, edges), keys, key_padding_mask, edges, rule if edges is None else None
     )

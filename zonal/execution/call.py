@@ -13,7 +13,7 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.algebra.score import Fused
 from zonal.errors import ArgumentError
-from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of, without_bias
+from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of
 from zonal.execution.refusals import check_order, check_packing, check_taken, check_tokens
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.tokens import joined
@@ -198,7 +198,7 @@ class Call:
     def seen(self, queries: int, keys: int, mask: Tensor | None, cu_seqlens: Tensor | None = None) -> Visibility:
         """The visibility of other queries and keys by the rules of the call. mask: bool (B, S), False = padding."""
         return visibility(
-            queries, keys, without_bias(self.bound.priors), causal=self.causal, include_self=self.include_self,
+            queries, keys, self.bound.priors, causal=self.causal, include_self=self.include_self,
             key_padding_mask=mask, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
@@ -282,14 +282,9 @@ def prepare(
     check_taken(operator, tags, scale, log_decay, key_bias)
     compute = torch.promote_types(q.dtype, torch.float32)
     seen = visibility(
-        q.shape[2],
-        k.shape[2],
-        without_bias(bound.priors),
-        causal=causal,
-        include_self=tags.includes_self,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-    )
+        q.shape[2], k.shape[2], bound.priors, causal=causal, include_self=tags.includes_self,
+        key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     decay = log_decay_of(bound, k, key_padding_mask, log_decay)
     tied = causal or any(p.orders for p in bound.priors)
     check_order(operator, tags, tied, fades=decay is not None)

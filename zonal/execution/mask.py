@@ -11,7 +11,7 @@ from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.anchor.plan import ABSENT
 from zonal.algebra.declaration import require_values
 from zonal.algebra.operator import Bound
-from zonal.algebra.prior import Bias, Prior, Visibility
+from zonal.algebra.prior import Bias, Visibility
 from zonal.errors import ArgumentError
 from zonal.memory.incoming import decay_of
 from zonal.typed import check_tensors
@@ -142,11 +142,6 @@ def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
     return seen.count(device) > 0, reached if seen.key_mask is None else reached & seen.key_mask[:, None]
 
 
-def without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
-    """The priors that say which keys are visible."""
-    return tuple(p for p in priors if p.masks)
-
-
 def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
     """The log decay of each key (``decay_of``). Raises: ArgumentError for a given one that is positive or NaN."""
     if torch_func.mapped(given):
@@ -179,4 +174,4 @@ def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tens
     return Bias(row, col, bound.slopes)
 
 
-__all__ = ["NO_MASSES", "Masses", "bias_of", "log_decay_of", "marginals_of", "without_bias"]
+__all__ = ["NO_MASSES", "Masses", "bias_of", "log_decay_of", "marginals_of"]

@@ -11,7 +11,7 @@ from zonal import torch_func
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
-from zonal.algebra.prior import Bias, Causal, ChunkCausal, Intervals, Visibility, Window, visibility
+from zonal.algebra.prior import Bias, Intervals, Visibility, Window, visibility
 from zonal.algebra.score.base import shared_product
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
@@ -200,8 +200,7 @@ class KeyValues(Memory):
 
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
-        masks = tuple(p for p in bound.priors if isinstance(p, Causal | ChunkCausal | Window))
-        seen = visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self)
+        seen = visibility(1, self.end - self.begin, bound.priors, causal=True, include_self=include_self)
         return self.weighed(q, bound, seen)
 
     def weighed(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
