@@ -82,13 +82,15 @@ def shape_of(call: Call) -> Shape:
     """The shape of a prepared call."""
     batch, heads, queries, keys, dim, value_dim = call.shape
     seen, held = call.visibility, call.held
+    learned = call.coefficients.shape[0] if call.coefficients.requires_grad else 0
+    earlier = 0 if held is None or held.kind != "keys" else held.tokens
     return Shape(
-        batch, heads, call.bound.kv_heads, queries, keys, dim, value_dim, call.head_dim,
-        call.coefficients.dtype.itemsize, call.device, call.tags, call.bound, call.coefficients.shape[0],
-        call.coefficients.shape[0] if call.coefficients.requires_grad else 0,
-        _pairs(call, queries, keys + (0 if held is None or held.kind != "keys" else held.tokens)), seen.documents,
-        call.causal, call.chunk, call.window, seen.key_mask is not None, call.biased, call.recorded,
-        0 if held is None else held.tokens, held is not None, call.kind,
+        batch=batch, heads=heads, kv_heads=call.bound.kv_heads, queries=queries, keys=keys, dim=dim,
+        value_dim=value_dim, head_dim=call.head_dim, itemsize=call.coefficients.dtype.itemsize, device=call.device,
+        tags=call.tags, bound=call.bound, coefficients=call.coefficients.shape[0], learned=learned,
+        pairs=_pairs(call, queries, keys + earlier), documents=seen.documents, tied=call.causal, chunk=call.chunk,
+        window=call.window, padded=seen.key_mask is not None, biased=call.biased, gradients=call.recorded,
+        past=0 if held is None else held.tokens, keeps=held is not None, kind=call.kind,
     )  # fmt: skip
 
 
