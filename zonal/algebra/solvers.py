@@ -64,11 +64,7 @@ def first_derivative_only(gradient: Tensor, x: Tensor, message: str) -> Tensor:
     """The gradient of an implicit function of x, whose own derivative is not known: under ``create_graph`` a second
     derivative raises PathError with ``message``. Autograd's ``once_differentiable`` does not see that it depends on x.
     """
-    if not torch.is_grad_enabled():
-        return gradient
-    found = _FirstDerivativeOnly.apply(gradient, x, message)
-    assert isinstance(found, Tensor)
-    return found
+    return _FirstDerivativeOnly.apply(gradient, x, message) if torch.is_grad_enabled() else gradient
 
 
 __all__ = ["Apply", "conjugate_gradients", "first_derivative_only"]

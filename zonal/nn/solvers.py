@@ -64,9 +64,7 @@ def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
         x = solve(q)
     if not torch.is_grad_enabled():
         return x
-    found = _Solution.apply(q - apply(x), x, solve)
-    assert isinstance(found, Tensor)
-    return found
+    return _Solution.apply(q - apply(x), x, solve)
 
 
 __all__ = ["chebyshev", "conjugate_gradients", "solution"]

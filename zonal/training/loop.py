@@ -105,7 +105,7 @@ def train(
         processes.first(lambda: held.enter_context(folder_lock(folder, wait=30.0 if resume else 0.0)))
         listener = on_event if on_event is not None and processes.writes else events.ignore
         work = _Run(
-            model, task, config, folder, processes, listener, should_stop or _never, run or folder.name, label,
+            model, task, config, folder, processes, listener, should_stop or (lambda: False), run or folder.name, label,
             measure_end,
         )  # fmt: skip
         return work.execute(torch.get_num_threads() if threads is None else threads)
@@ -114,10 +114,6 @@ def train(
 def run_identity(model: LanguageModel, task: Task, config: TrainConfig) -> dict[str, Any]:
     """What must agree for two runs to be the same run, as JSON."""
     return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
-
-
-def _never() -> bool:
-    return False
 
 
 def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device, processes: int) -> None:
