@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from zonal.errors import FileFormatError, FileWriteError, InsufficientSpaceError
+
+Entry = TypeVar("Entry")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -150,6 +152,11 @@ def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
         f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or change its "
         "permissions; no partial file was left."
     )
+
+
+def under(named: Mapping[str, Entry], start: str) -> dict[str, Entry]:
+    """The entries whose names begin with ``start``, by the rest of their names."""
+    return {name.removeprefix(start): entry for name, entry in named.items() if name.startswith(start)}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from zonal.memory.marks import Border
 from zonal.memory.seams import Seam
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
+from zonal.store import under
 
 _Record = TypeVar("_Record", Seam, Border)
 
@@ -244,7 +245,7 @@ class Summed(Memory):
         for name, (shape, dtype) in described.items():
             if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        waiting = {name.removeprefix("pending."): x for name, x in tensors.items() if name.startswith("pending.")}
+        waiting = under(tensors, "pending.")
         return cls(
             operator,
             form,

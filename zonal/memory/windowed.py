@@ -19,6 +19,7 @@ from zonal.memory.keys import key_dtype
 from zonal.memory.spans import Part
 from zonal.memory.sums import features_of, plus, total_of, with_mass
 from zonal.memory.tokens import Tokens, joined
+from zonal.store import under
 
 _LEAST = -80.0
 """Sums of the far kernel below e^-80 are not scaled up to one, which would overflow float32."""
@@ -220,7 +221,7 @@ class WindowedSums(Memory):
     def restored(
         cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
     ) -> Self:
-        first = {name.removeprefix("opening."): x for name, x in tensors.items() if name.startswith("opening.")}
+        first = under(tensors, "opening.")
         held = Tokens(**{name: x for name, x in tensors.items() if name in ("k", "v", "mask", "key_bias")})
         opening, state, padding = Tokens(**first) if first else None, tensors["state"], tensors["padding"]
         fits = tuple(state.shape) == _state_shape(operator, form) and tuple(padding.shape) == (form.batch,)

@@ -14,6 +14,7 @@ from zonal.models.memory import ModelMemory
 from zonal.nn import Block, DecodeStep, LayerMemory
 from zonal.nn.memory import Past
 from zonal.nn.step import Prefill, State, tensors_of
+from zonal.store import under
 
 SHORTEST = 3
 """The least tokens of a prompt. ``torch.export`` takes sizes 0 and 1 for constants, and SKA reads the steps from key to
@@ -72,20 +73,20 @@ class ModelStep(nn.Module):
 
     def memory(self, state: State) -> ModelMemory:
         """The memory of a state."""
-        layers = tuple(step.memory(_of_layer(state, index)) for index, step in enumerate(self._steps))
+        layers = tuple(step.memory(under(state, _name(index, ""))) for index, step in enumerate(self._steps))
         return ModelMemory(layers, self.model.empty_memory(1).origin)
 
     def dynamic_shapes(self, state: State) -> tuple[None, dict[str, object]]:
         """The ``dynamic_shapes`` argument of ``torch.export.export`` for (tokens, state): two kept tokens or more."""
         found: dict[str, object] = {}
         for index, step in enumerate(self._steps):
-            shapes = step.dynamic_shapes(_of_layer(state, index))[1]
+            shapes = step.dynamic_shapes(under(state, _name(index, "")))[1]
             found |= {_name(index, name): shape for name, shape in shapes.items()}
         return None, found
 
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token or more. Tracing fixes B and T."""
-        before = [step.past(_of_layer(state, index)) for index, step in enumerate(self._steps)]
+        before = [step.past(under(state, _name(index, ""))) for index, step in enumerate(self._steps)]
         logits, after = self.model.read_on(tokens, before, None, "streaming", last_only=True)
         return logits[:, -1], _named(map(_tensors, after))
 
@@ -141,11 +142,6 @@ def _blocks(model: CausalLM) -> list[Block]:
 
 def _name(index: int, name: str) -> str:
     return f"layers.{index}.{name}"
-
-
-def _of_layer(state: State, index: int) -> State:
-    start = _name(index, "")
-    return {name.removeprefix(start): x for name, x in state.items() if name.startswith(start)}
 
 
 def _tensors(layer: Past) -> State:

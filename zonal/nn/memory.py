@@ -337,8 +337,7 @@ def placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
 
 def _marked(memory: Memory, mark: Mapping[str, Tensor], reached: Tensor) -> LayerMemory:
     """The layer in the state that ``_mark`` saved."""
-    carried = {name.removeprefix("carried."): value for name, value in mark.items() if name.startswith("carried.")}
-    return placed(LayerMemory(memory, mark.get("tail"), carried=carried), reached)
+    return placed(LayerMemory(memory, mark.get("tail"), carried=store.under(mark, "carried.")), reached)
 
 
 def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
@@ -389,10 +388,8 @@ def load_memories(
         )
     layers = []
     for index, (about, like) in enumerate(zip(headers, wanted, strict=True)):
-        start = f"{index}."
-        own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
         try:
-            layers.append(_restored(about, own, like))
+            layers.append(_restored(about, store.under(tensors, f"{index}."), like))
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise FileFormatError(
@@ -427,12 +424,12 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
         )
     if padding is not None and (tuple(padding.shape) != (about["batch"],) or padding.dtype != torch.int64):
         raise ValueError(f"padding is {padding.dtype} of shape {tuple(padding.shape)}")
-    carried = {name.removeprefix("carried."): tensors.pop(name) for name in [*tensors] if name.startswith("carried.")}
+    carried = store.under(tensors, "carried.")
     found = {name: (tuple(value.shape), value.dtype) for name, value in carried.items()}
     asked = {name: ((about["batch"], *value.shape[1:]), value.dtype) for name, value in like.carried.items()}
     if found != asked:
         raise ValueError(f"what the layer carries is {found}, the layer has {asked}")
     if not isinstance(about["length"], int) or not 0 <= about["length"] < ENDLESS:
         raise ValueError(f"{about['length']!r} is no number of tokens")
-    named = {name.removeprefix("memory."): value for name, value in tensors.items()}
+    named = {name.removeprefix("memory."): x for name, x in tensors.items() if not name.startswith("carried.")}
     return LayerMemory(Memory.described(about, named, operator, form.device), tail, about["length"], padding, carried)

@@ -12,6 +12,7 @@ from zonal.memory import KeyValues, Memory, WindowedSums
 from zonal.memory.form import Form
 from zonal.nn.memory import LayerMemory, placed
 from zonal.nn.mixer import TokenMixer
+from zonal.store import under
 
 State = dict[str, Tensor]
 """The tensors that a step hands to the next one, by name."""
@@ -182,13 +183,9 @@ def tensors_of(layer: LayerMemory) -> State:
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _under(state: State, start: str) -> State:
-    return {name.removeprefix(start): x for name, x in state.items() if name.startswith(start)}
-
-
 def _memory(state: State, kind: _Kind, count: int | None) -> LayerMemory:
     """count: how many tokens memories of sums shall have, padding included; None = the most real ones."""
-    named, position = _under(state, "memory."), state["position"]
+    named, position = under(state, "memory."), state["position"]
     if "real" in named:
         real = named.pop("real")
         count = int(real.max()) if count is None else count
@@ -198,8 +195,8 @@ def _memory(state: State, kind: _Kind, count: int | None) -> LayerMemory:
         held = named["k"].shape[2]
     form = kind.form._replace(batch=position.shape[0], device=position.device)
     memory = kind.memory.restored(kind.operator, form, held, named, {})
-    others = tuple(_memory(_under(state, f"others.{i}."), one, count) for i, one in enumerate(kind.others))
-    return LayerMemory(memory, state.get("tail"), 0, -position, _under(state, "carried."), others)
+    others = tuple(_memory(under(state, f"others.{i}."), one, count) for i, one in enumerate(kind.others))
+    return LayerMemory(memory, state.get("tail"), 0, -position, under(state, "carried."), others)
 
 
 def _repositioned(layer: LayerMemory) -> LayerMemory:
@@ -212,7 +209,7 @@ def _growing(state: State, kind: _Kind, tokens: Any) -> dict[str, Any]:
     found = {name: {axes[name]: tokens} if name in axes else None for name in state if not name.startswith("others.")}
     for index, other in enumerate(kind.others):
         start = f"others.{index}."
-        found |= {start + name: axis for name, axis in _growing(_under(state, start), other, tokens).items()}
+        found |= {start + name: axis for name, axis in _growing(under(state, start), other, tokens).items()}
     return found
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zonal.errors import FileFormatError
 from zonal.models import LanguageModel, ModelConfig, language_model
 from zonal.models.build import class_of
-from zonal.store import load_tensors, save_tensors, understood
+from zonal.store import load_tensors, save_tensors, under, understood
 from zonal.training.config import first_difference
 from zonal.typed import check_fields
 
@@ -111,7 +111,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         )
     progress = progress_in(path, header, config)
     with understood("train", path):
-        weights = _section(tensors, "model/")
+        weights = under(tensors, "model/")
         _same_shapes(path, weights, dict(model.state_dict()))
         _finite(tensors)
         states = _optimiser_states(path, tensors, model, optimiser)
@@ -162,7 +162,7 @@ def load_model(path: str | Path) -> tuple[LanguageModel, dict[str, Any]]:
                 "Required: a checkpoint written by `zonal train` or `zonal compare`."
             )
         config = ModelConfig.from_dict(identity["model"])
-        weights = _section(tensors, "model/")
+        weights = under(tensors, "model/")
         # whatever sizes the file states, nothing of them is made before they are those of its weights
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             _same_shapes(Path(path), weights, dict(class_of(config)(config).state_dict()))
@@ -178,10 +178,6 @@ def _finite(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} holds NaN or infinity")
-
-
-def _section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _same_shapes(path: Path, found: dict[str, Tensor], required: dict[str, Tensor]) -> None:
@@ -205,10 +201,10 @@ def _optimiser_states(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Tensor]] = {}
-    saved = _section(tensors, "optimiser/")
+    saved = under(tensors, "optimiser/")
     for index, name in enumerate(order):
         # parameter names have dots, never slashes; a state of "a.b" is "a.b/exp_avg"
-        state = _section(saved, f"{name}/")
+        state = under(saved, f"{name}/")
         if state:
             states[index] = state
     if saved and set(order) != {name.rsplit("/", 1)[0] for name in saved}:
