@@ -173,7 +173,7 @@ def _advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start
     others of its batch continue, so nothing is said then. Axes look swapped when there are more than 128 heads, two
     tokens or more, and at least four heads per token.
     """
-    if not from_start or torch.compiler.is_compiling() or torch_func.active() or q.ndim != 4 or k.ndim != 4:
+    if not from_start or torch.compiler.is_compiling() or torch_func.active():
         return
     heads, tokens = q.shape[1], q.shape[2]
     if heads > _MOST_HEADS and heads >= 4 * tokens > 4 and k.shape[1] > _MOST_HEADS:
@@ -184,14 +184,7 @@ def _advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start
             stacklevel=_CALLER,
         )
     mask = key_padding_mask
-    if (
-        mask is not None
-        and mask.device.type == "cpu"
-        and mask.dtype == torch.bool
-        and mask.ndim == 2
-        and tokens
-        and mask.numel()
-    ):
+    if mask is not None and mask.device.type == "cpu" and tokens and mask.numel():
         hidden = int((~mask.any(1)).sum())
         if hidden:
             warnings.warn(
