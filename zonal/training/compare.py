@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,7 +93,7 @@ class Comparison:
         """The best rate of each operator whose runs that try the rates have all ended, if one was done."""
         tried = [record for record in records if record.seed in self.spec.screening]
         waiting = {record.operator for record in tried if record.status not in ("done", "failed")}
-        best = self.best_learning_rates(tuple(records))
+        best = self.best_learning_rates(records)
         return {operator: rate for operator, rate in best.items() if rate is not None and operator not in waiting}
 
     def _screened(self, screening: list[RunResult]) -> list[PlannedRun]:
@@ -315,11 +315,11 @@ class Comparison:
         done, failed = (sum(record.status == status for record in records) for status in ("done", "failed"))
         left = self._remaining(records)
         status = "stopped" if left else "failed" if failed else "done"
-        best = self.best_learning_rates(tuple(records))
+        best = self.best_learning_rates(records)
         emit(events.ComparisonFinished(status, done, failed, left, best))
         return ComparisonResult(self.directory, status, tuple(records), best, left)
 
-    def best_learning_rates(self, records: tuple[RunResult, ...]) -> dict[str, float | None]:
+    def best_learning_rates(self, records: Sequence[RunResult]) -> dict[str, float | None]:
         """Operator → learning rate with the best mean final headline metric over the seeds that try all rates
         (``zonal.evaluation.selection``).
         """
