@@ -55,7 +55,7 @@ for causal in (False, True):
         for a, b in zip(torch.autograd.grad(y.sum(), [q, k, v]), wanted):
             torch.testing.assert_close(a, b)
 assert zonal.explain("sko", q.shape, dtype=torch.float64).plan.routes[0] is not route  # it is refused with its reason
-assert "without masks" in str(zonal.explain("sko", q.shape, dtype=torch.float64).plan.without)
+assert "without masks" in str(zonal.explain("sko", q.shape, dtype=torch.float64).plan.found.without)
 print("good")
 """
 

@@ -128,7 +128,7 @@ def test_small_queries_beside_wide_values() -> None:
     y, memory = layer(torch.randn(1, 5, 64), return_memory=True)
     assert y.shape == (1, 5, 64)
     assert memory.memory.state.shape == (1, 4, 495, 17)
-    with pytest.raises(ArgumentError, match="qk_dim must be at least 1"):
+    with pytest.raises(ArgumentError, match="qk_dim must be a whole number >= 1"):
         Attention(64, 4, "yat", qk_dim=0)
 
 
