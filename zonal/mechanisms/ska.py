@@ -46,7 +46,8 @@ def ska(
     ``preset="paper"`` is the chunk-causal form of the Echo paper: power 2, chunks of 64, the running maximum with eps
     1e-3, and keys of any length.
 
-    Raises: ArgumentError for numbers out of range, and for arguments that the preset sets. Source: Echo.
+    Raises: ArgumentError for numbers out of range, and for arguments that the preset sets and that are not at their
+    defaults, which it replaces. Source: Echo.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
     if preset == "paper":
