@@ -30,7 +30,7 @@ def tokens(count: int = 3) -> tuple[Tensor, Tensor]:
 def long(name: str, left: int, dtype: torch.dtype = torch.float32) -> Memory:
     """A memory that takes ``left`` more tokens before its bound is passed. Its sums are those of three."""
     memory = Memory.empty(SUMS[name](), 1, 2, 4, 4, dtype).absorb(*tokens())
-    return replace(memory, count=memory.most_tokens - left)
+    return replace(memory, count=memory.tokens_before_drift - left)
 
 
 def absorbed(memory: Memory) -> int:
@@ -89,7 +89,7 @@ def test_float64_does_not_warn(name, verb):
 
 @pytest.mark.parametrize("kind", [m.ridge, m.softmax])
 def test_ridge_statistics_and_kept_keys_have_no_such_bound(kind):
-    assert Memory.empty(kind(), 1, 2, 4, 4).most_tokens > 2**50
+    assert Memory.empty(kind(), 1, 2, 4, 4).tokens_before_drift > 2**50
 
 
 @pytest.mark.parametrize("verb", [absorbed, attended, stepped])
@@ -97,9 +97,9 @@ def test_what_fades_counts_the_tokens_that_have_not_faded(verb):
     memory = long("retention", 2)
     assert isinstance(memory, Summed)
     assert memory.total is not None
-    rate = 1 - 2 / memory.most_tokens
+    rate = 1 - 2 / memory.tokens_before_drift
     slow = replace(memory, total=memory.count * torch.full_like(memory.total, rate).log())
-    assert slow.unfaded == pytest.approx(memory.most_tokens / 2, rel=0.01)
+    assert slow.unfaded == pytest.approx(memory.tokens_before_drift / 2, rel=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         verb(slow)
@@ -122,4 +122,4 @@ def test_why_it_warns():
     after = decoder.memory()
     assert isinstance(after, FeatureSums)
     assert (after.count, after.state[0, 0, 0, -1].item()) == (most + 100, most)
-    assert memory.most_tokens == most // 4 - 8
+    assert memory.tokens_before_drift == most // 4 - 8

@@ -8,7 +8,6 @@ command, which the report prints, so that a reader can run one part alone.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zonal import report
 from zonal.cli import compare, parse
@@ -67,20 +66,15 @@ class Demo:
 def parts(options: Demo) -> list[tuple[Path, Compare]]:
     """The comparisons of the demo, each with its folder."""
     parse.seeds(options.seeds)
-    changes: dict[str, Any] = {"seeds": options.seeds}
-    if options.budget is not None:
-        changes["budget"] = f"{parse.duration(options.budget) / len(PARTS):.10g}s"
-    return [
-        (
-            options.out / name,
-            dataclasses.replace(
-                part,
-                **changes,
-                training=part.training if options.budget is None else dataclasses.replace(part.training, steps=None),
-            ),
-        )
-        for name, part in PARTS.items()
-    ]
+    found = []
+    for name, part in PARTS.items():
+        settings = dataclasses.replace(part, seeds=options.seeds)
+        if options.budget is not None:
+            share = parse.duration(options.budget) / len(PARTS)
+            training = dataclasses.replace(part.training, steps=None)  # as many as the time allows
+            settings = dataclasses.replace(settings, budget=f"{share:.10g}s", training=training)
+        found.append((options.out / name, settings))
+    return found
 
 
 def run(options: Demo, command: str) -> int:

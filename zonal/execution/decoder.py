@@ -129,7 +129,7 @@ Decoder.implementation = StepDecoder
 
 def _next(memory: Memory) -> int:
     """At how many tokens it is asked again whether to warn of drift."""
-    return (memory.count // memory.most_tokens + 1) * memory.most_tokens
+    return (memory.count // memory.tokens_before_drift + 1) * memory.tokens_before_drift
 
 
 __all__ = ["StepDecoder"]

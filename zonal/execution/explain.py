@@ -422,9 +422,11 @@ class Plan:
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a compiled kernel of the CPU may be given these tensors as they are."""
-        if not all(isinstance(x, Tensor) for x in (q, k, v)) or (q.shape, k.shape, v.shape) != self.shapes:
+        if q is None or k is None or v is None or not plain(q, k, v):  # plain() passes over None
             return False
-        if not q.dtype is k.dtype is v.dtype is self.dtype is torch.float32 or not plain(q, k, v):
+        if (q.shape, k.shape, v.shape) != self.shapes:
+            return False
+        if not q.dtype is k.dtype is v.dtype is self.dtype is torch.float32:
             return False
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return False

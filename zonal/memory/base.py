@@ -416,7 +416,7 @@ class Memory(Readable):
         return self.count
 
     @property
-    def most_tokens(self) -> int:
+    def tokens_before_drift(self) -> int:
         """After how many tokens ``drift`` reaches ``MOST_DRIFT``."""
         return int(MOST_DRIFT / self._drift_each) - 8 if self._drift_each else ENDLESS
 
@@ -424,11 +424,11 @@ class Memory(Readable):
         """Warn where ``drift`` has passed ``MOST_DRIFT`` since the memory held ``before`` tokens.
 
         Where the past fades, the tokens count that have not faded, as errors fade with the terms that they are errors
-        of. This waits for the device, and so is asked only once in ``most_tokens``.
+        of. This waits for the device, and so is asked only once in ``tokens_before_drift``.
         """
         if torch.compiler.is_compiling():
             return
-        most = self.most_tokens
+        most = self.tokens_before_drift
         if self.count // most <= before // most or self.unfaded < most:
             return
         remedy = (

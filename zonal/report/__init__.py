@@ -6,7 +6,7 @@ the same folder; ``write_many(directories, out)`` puts several comparisons on on
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,19 @@ from zonal.errors import ArgumentError
 from zonal.evaluation.statistics import Spread
 from zonal.report import commands, page, table, transfer
 from zonal.report.fairness import Flag
-from zonal.report.page import Paths
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
 from zonal.report.row import Row
 from zonal.report.summary import Summary, Verdict, summarise
 from zonal.report.table import Cell, Table, results
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of a report."""
+
+    html: Path
+    markdown: Path
+    summary: Path
 
 
 def _spread(total: Spread | None) -> dict[str, Any] | None:
@@ -98,12 +106,11 @@ def write_many(directories: Sequence[str | os.PathLike[str]], out: str | os.Path
     if not directories:
         raise ArgumentError("report.write_many: at least one comparison folder is required, got none.")
     summaries = [summarise(load(directory)) for directory in directories]
-    folder = Path(out)
-    paths = Paths(folder / "report.html", folder / "report.md", folder / "summary.json")
+    paths = Paths(Path(out) / "report.html", Path(out) / "report.md", Path(out) / "summary.json")
     values = page.context(summaries)
     store.write_bytes(paths.markdown, page.rendered_markdown("page", values))
     store.write_bytes(paths.html, page.rendered_html("page", values, values.pop("payload")))
-    store.write_json(folder / "summary.json", {"schema": 1, "comparisons": [as_json(summary) for summary in summaries]})
+    store.write_json(paths.summary, {"schema": 1, "comparisons": [as_json(summary) for summary in summaries]})
     return paths
 
 

@@ -5,8 +5,6 @@ import importlib.resources
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -15,15 +13,6 @@ from zonal.report import charts, commands, diagnostics, formats, glossary, style
 from zonal.report.summary import METRIC_NAMES, Summary
 
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The files of a report; that of a search has no summary."""
-
-    html: Path
-    markdown: Path
-    summary: Path | None = None
 
 
 def asset(name: str) -> bytes:

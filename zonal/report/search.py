@@ -5,6 +5,7 @@ search.json, findings.json and recipe.json.
 import os
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,15 @@ class Grid(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
 
-def write(directory: str | os.PathLike[str]) -> page.Paths:
+@dataclass(frozen=True)
+class SearchPaths:
+    """The files of a search's report."""
+
+    html: Path
+    markdown: Path
+
+
+def write(directory: str | os.PathLike[str]) -> SearchPaths:
     """Write report.html and report.md into the folder of a search, from the files in it.
 
     Raises: FileFormatError when a file is missing, damaged or of another version; InsufficientSpaceError.
@@ -47,7 +56,7 @@ def write(directory: str | os.PathLike[str]) -> page.Paths:
     names = ["search.json", "findings.json", *(["recipe.json"] if (folder / "recipe.json").is_file() else [])]
     with store.understood("report", folder):
         values = context(*(store.read_record(folder / name, SCHEMA, "report", advice) for name in names))
-    paths = page.Paths(folder / "report.html", folder / "report.md")
+    paths = SearchPaths(folder / "report.html", folder / "report.md")
     store.write_bytes(paths.html, page.rendered_html("search", values, values.pop("picture")))
     store.write_bytes(paths.markdown, page.rendered_markdown("search", values))
     return paths
