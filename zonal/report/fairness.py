@@ -1,8 +1,8 @@
 """What a reader must know before believing a ranking: each flag is a sentence beside the headline, and an entry of
 ``summary.json``.
 
-A model whose number is not better than a guess on what it was trained on has not learned its task: it is not ranked,
-whatever others reach.
+A model whose number is not better than a guess on what it was trained on, beyond what chance alone gives, has not
+learned its task: it is not ranked, whatever others reach.
 """
 
 import math
@@ -56,13 +56,23 @@ def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
     return spread(found) if found else None
 
 
+def by_chance(data: ComparisonData) -> float:
+    """How far a guess may come above its expected accuracy g by chance: two standard errors over the n sequences of an
+    evaluation, 2 √(g (1 − g) / n). 0 for a loss, and where n is not known.
+    """
+    counts = [run.final.examples for run in data.runs if run.final is not None and run.final.examples]
+    if data.guess is None or not data.higher_is_better or not counts:
+        return 0.0
+    return 2 * math.sqrt(data.guess.value * (1 - data.guess.value) / min(counts))
+
+
 def learned(data: ComparisonData, number: float | None) -> bool | None:
-    """Whether a number on what was trained is better than a guess. None where one of them is not known, and where a
-    guess is always right: with one pair, naming the only value is the task.
+    """Whether a number on what was trained is better than a guess and chance. None where one of them is not known, and
+    where a guess is always right: with one pair, naming the only value is the task.
     """
     if data.guess is None or number is None or (data.higher_is_better and data.guess.value >= 1):
         return None
-    return number > data.guess.value if data.higher_is_better else number < data.guess.value
+    return number > data.guess.value + by_chance(data) if data.higher_is_better else number < data.guess.value
 
 
 def flags(data: ComparisonData, rows: Sequence[Row]) -> tuple[Flag, ...]:
@@ -100,8 +110,9 @@ def _specs(rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _guess(data: ComparisonData) -> str:
     assert data.guess is not None
-    side = "at or below" if data.higher_is_better else "at or above"
-    return f"{side} a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)})"
+    chance = by_chance(data)
+    error = f" ± {formats.number(chance)} by chance" if chance else ""
+    return f"no better than a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)}{error})"
 
 
 def _not_learned(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
