@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, NonFiniteError
 from zonal.models.sampling import Sampler, StopRule
 
 LOGITS = torch.tensor([[math.log(p) for p in (0.4, 0.3, 0.2, 0.1)], [math.log(p) for p in (0.1, 0.2, 0.3, 0.4)]])
@@ -62,6 +62,7 @@ def test_draws_follow_the_probabilities():
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
     ],
@@ -69,6 +70,15 @@ def test_draws_follow_the_probabilities():
 def test_ranges(options, words):
     with pytest.raises(ArgumentError, match=words):
         Sampler(**options)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused(temperature, value):
+    with pytest.raises(NonFiniteError, match="logits"):
+        Sampler(temperature).draw(torch.tensor([[0.0, value]]), None)
+    forbidden = torch.tensor([[0.0, -math.inf]])
+    assert Sampler(temperature).draw(forbidden, None).tolist() == [0]
 
 
 def test_stop_tokens_and_sequences_row_by_row():

@@ -8,7 +8,8 @@ from operator import index
 import torch
 from torch import Tensor
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, NonFiniteError
+from zonal.typed import check_fields
 
 # logits divided by less would overflow
 _COLDEST = 1e-6
@@ -24,7 +25,7 @@ class Sampler:
         top_p: draw only from the smallest set of most likely tokens whose probability reaches p.
 
     Raises:
-        ArgumentError: a number is outside its range.
+        ArgumentError: a number is outside its range, or none.
     """
 
     temperature: float = 1.0
@@ -32,6 +33,7 @@ class Sampler:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields("generate", Sampler, vars(self))
         if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
             raise ArgumentError(
                 f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received "
@@ -61,7 +63,15 @@ class Sampler:
         return probabilities
 
     def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """logits (B, V) -> tokens (B,)."""
+        """logits (B, V) -> tokens (B,).
+
+        Raises: NonFiniteError for logits that are NaN or +infinity.
+        """
+        if not (logits < math.inf).all():
+            raise NonFiniteError(
+                "generate: the logits of the next token must be numbers below infinity, and some are NaN or infinite. "
+                "Look at the weights of the model and its memory, and try float32."
+            )
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
