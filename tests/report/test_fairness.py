@@ -134,13 +134,13 @@ def test_what_was_trained_decides_where_more_is_tested(tmp_path, where):
     assert summary_of(folder).unlearned == ("sko",)
 
 
-@pytest.mark.parametrize(("sequences", "learned"), [(100, False), (10_000, True)])
-def test_better_than_a_guess_by_chance_is_not_learned(tmp_path, sequences, learned):
-    """Accuracies of 0.53 are within two standard errors of a half over a hundred sequences, not over ten thousand."""
+@pytest.mark.parametrize(("answers", "learned"), [(100, False), (10_000, True)])
+def test_better_than_a_guess_by_chance_is_not_learned(tmp_path, answers, learned):
+    """Accuracies of 0.53 are within two standard errors of a half over a hundred answers, not over ten thousand."""
     folder = write_comparison(tmp_path, operators=("softmax",), changes={"guess": {"value": 0.5, "trained": None}})
     for path in folder.glob("runs/*/*/run.json"):
         record = json.loads(path.read_text())
-        record["final"] |= {"accuracy": 0.53, "examples": sequences}
+        record["final"] |= {"accuracy": 0.53, "positions": answers}
         path.write_text(json.dumps(record))
     assert summary_of(folder).row("softmax").learned is learned
     if not learned:

@@ -57,10 +57,10 @@ def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
 
 
 def by_chance(data: ComparisonData) -> float:
-    """How far a guess may come above its expected accuracy g by chance: two standard errors over the n sequences of an
-    evaluation, 2 √(g (1 − g) / n). 0 for a loss, and where n is not known.
+    """How far a guess may come above its expected accuracy g by chance: two standard errors over the n answers of an
+    evaluation, 2 √(g (1 − g) / n), as if each were guessed by itself. 0 for a loss, and where n is not known.
     """
-    counts = [run.final.examples for run in data.runs if run.final is not None and run.final.examples]
+    counts = [run.final.positions for run in data.runs if run.final is not None and run.final.positions]
     if data.guess is None or not data.higher_is_better or not counts:
         return 0.0
     return 2 * math.sqrt(data.guess.value * (1 - data.guess.value) / min(counts))

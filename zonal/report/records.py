@@ -63,7 +63,7 @@ class Examined:
 @dataclass(frozen=True)
 class Metrics:
     """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks
-    and lengths; ``examined``: what the task measures by other means; ``examples``: how many sequences were read.
+    and lengths; ``examined``: what the task measures by other means; ``positions``: how many answers were read.
     """
 
     loss: float
@@ -72,7 +72,7 @@ class Metrics:
     slices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     transfer: tuple[Transfer, ...] = ()
     examined: tuple[Examined, ...] = ()
-    examples: int | None = None
+    positions: int | None = None
 
     def value(self, metric: str) -> float | None:
         """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
