@@ -91,8 +91,9 @@ def test_everything_is_there() -> None:
 
 
 def test_biases_and_signs_in_the_interpreter(tmp_path: Path) -> None:
-    """A bias of -infinity hides a key as a mask does, also in the sums at borders; one of NaN makes NaN of the rows
-    that see its key. A sign that is not in memory, as of torch's imag of a conjugate, counts.
+    """A bias of -infinity hides a key as a mask does, also in the sums at borders; one of NaN, or one whose exponential
+    leaves float32, makes rows that see its key not finite. A sign that is not in memory, as of torch's imag of a
+    conjugate, counts.
     """
     done = python("-c", HIDING, interpret=True, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -123,6 +124,8 @@ for a, b in zip(run(key_bias=bias), run(key_mask=there), strict=True):
     torch.testing.assert_close(a, b)
 bias[..., 3] = float("nan")
 assert torch.equal(run(key_bias=bias)[0].isnan().all(-1)[0, 0], ends[:-1] >= 3)
+bias[..., 3] = 95.0
+assert torch.equal(run(key_bias=bias)[0].isfinite().any(-1)[0, 0], ends[:-1] < 3)
 signs = [run(**{name: negated(getattr(plain, name)) for name in "qkv"}) for negated in (torch._neg_view, torch.neg)]
 assert all(map(torch.equal, *signs))
 """

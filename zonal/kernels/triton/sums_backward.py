@@ -197,7 +197,7 @@ def read_back_kernel(
     whole_mark, rest_mark = kept, kept
     if FADED:
         by = kept * row_numbers(fade_rows, kv_line * 3 + 2, begin, sizes.queries, QUERIES, 0.0)
-        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES)
+        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES, float("-inf"))
     if traits.packed:
         by = tl.where(lo < known, by, 0.0)
     grad = tl.where((by != 0)[:, None], grad * by[:, None], 0.0)
@@ -331,7 +331,7 @@ def keys_back_kernel(
     if FADED:
         share = row_numbers(fade_keys, line * 3 + 2, begin, sizes.keys, KEYS, 0.0)
         dk_tile, dv_tile, brought = dk_tile * share[:, None], dv_tile * share[:, None], brought * share
-        whole_mark, rest_mark = marks(fade_keys, line, begin, sizes.keys, KEYS)
+        whole_mark, rest_mark = marks(fade_keys, line, begin, sizes.keys, KEYS, float("inf"))
     if traits.packed:
         # of documents that end before the border nothing is in its sum
         inside = row >= tl.where(behind, tl.load(known_keys + border), sizes.keys)

@@ -119,7 +119,7 @@ def read_kernel(
     if FADED:
         share = row_numbers(fade_rows, kv_line * 3 + 2, begin, sizes.queries, QUERIES, 0.0)
         total, mass = total * share[:, None], mass * share
-        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES)
+        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES, float("-inf"))
     if traits.packed:
         total = tl.where((lo < known)[:, None], total, 0.0)
         mass = tl.where(lo < known, mass, 0.0)

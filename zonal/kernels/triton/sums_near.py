@@ -25,18 +25,20 @@ from zonal.kernels.triton.tiles import (
 
 
 @triton.jit
-def marks(fade, line, first, limit, ROWS: tl.constexpr):
-    """(whole, rest) of ROWS tokens' marks, of ``Fade.rows`` or ``Fade.keys``."""
-    return row_numbers(fade, line * 3, first, limit, ROWS, 0.0), row_numbers(
+def marks(fade, line, first, limit, ROWS: tl.constexpr, past: tl.constexpr):
+    """(whole, rest) of ROWS tokens' marks, of ``Fade.rows`` or ``Fade.keys``.
+
+    past: the mark past the end, -inf of rows and inf of keys, so that pairs with such a token weigh nothing.
+    """
+    return row_numbers(fade, line * 3, first, limit, ROWS, past), row_numbers(
         fade, line * 3 + 1, first, limit, ROWS, 0.0
     )
 
 
 @triton.jit
 def fading(row_whole, row_rest, key_whole, key_rest):
-    """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. Finite for hidden pairs too, which are masked."""
-    exponent = (row_whole - key_whole) + (row_rest - key_rest)
-    return tl.exp2(tl.minimum(exponent, 126.0, propagate_nan=tl.PropagateNan.ALL))
+    """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. It may be inf for hidden pairs, to be masked."""
+    return tl.exp2((row_whole - key_whole) + (row_rest - key_rest))
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def add_values(
         x = scores(q_tile, k_tile, gain, key_gain, traits)
         weight = value(x, c, traits.n)
         if FADED:
-            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS)
+            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS, float("inf"))
             weight = weight * fading(whole[:, None], rest[:, None], key_whole[None, :], key_rest[None, :])
         if CUT or traits.key_mask:
             weight = tl.where(visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT), weight, 0.0)
@@ -98,7 +100,7 @@ def add_keys(
         masked: tl.constexpr = CUT or traits.key_mask
         by, less = kept, taken
         if FADED:
-            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS)
+            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS, float("inf"))
             fade = fading(whole[:, None], rest[:, None], key_whole[None, :], key_rest[None, :])
             by, less = kept * fade, taken * fade
         weight = weights(x, by, visible, c, value, traits, masked)
@@ -151,7 +153,7 @@ def add_queries(
         by, less = kept[None, :], taken[None, :]
         if FADED:
             row_whole, row_rest = marks(
-                fade_rows, batch * (sizes.heads // sizes.groups) + kv_head, first, sizes.queries, QUERIES
+                fade_rows, batch * (sizes.heads // sizes.groups) + kv_head, first, sizes.queries, QUERIES, float("-inf")
             )
             fade = fading(row_whole[None, :], row_rest[None, :], key_whole[:, None], key_rest[:, None])
             by, less = by * fade, less * fade
