@@ -131,6 +131,20 @@ assert all(map(torch.equal, *signs))
 """
 
 
+def test_decays_keep_their_digits_behind_a_long_past() -> None:
+    """Running sums beyond 2^24, as of thousands of tokens that end the past: the marks of two tokens differ by what
+    lies between them.
+    """
+    state, layout = (pytest.importorskip(f"zonal.kernels.triton.sums_{name}") for name in ("state", "layout"))
+    token, log_decay = torch.arange(24000), torch.full((1, 1, 24000), -0.5)
+    log_decay[..., :-8] = -1000.0
+    found = layout.borders(token * 0, token + 1, None, 24000, 128, False, torch.device("cpu"))
+    fade = state.fade_of(log_decay, None, 24000, torch.zeros(1, 1, 24000, 4), found)
+    row, keys = fade.rows[0, :, -1], fade.keys[0, :, -8:]
+    apart = (row[0] - keys[0]) + (row[1] - keys[1])
+    torch.testing.assert_close(apart.exp2(), (-0.5 * torch.arange(7.0, -1.0, -1.0)).exp())
+
+
 # ---- which calls come here ----
 
 

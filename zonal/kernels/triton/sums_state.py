@@ -516,7 +516,7 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
 
     def numbers(mark: Tensor, share: Tensor) -> Tensor:
         exponent = mark * tiles.LOG2E.value
-        whole = exponent.round()
+        whole = exponent.round().float().double()  # above 2^24 not every integer is in float32: the rest holds it
         rest = torch.where(whole.isinf(), 0.0, exponent - whole)  # of a bias of -infinity, which hides its key
         return torch.stack([whole, rest, share.exp()], 2).flatten(0, 1).float().contiguous()
 
