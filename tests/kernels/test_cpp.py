@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,9 +27,10 @@ from zonal.execution.paths import distance
 from zonal.execution.paths import tile as tile_path
 from zonal.execution.paths.dense import weights
 from zonal.formula import FORMULAS
+from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.abi import Arguments
-from zonal.kernels.op import encode
+from zonal.kernels.op import decode, encode
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 from zonal.models import ModelConfig
 
@@ -451,6 +453,16 @@ def test_a_new_link_is_short() -> None:
     assert len(lines) <= 35
     text = "\n".join(lines)
     assert all(part in text for part in ("@triton.jit", "Formula(", "def value", "def derivative"))
+
+
+@pytest.mark.parametrize("ends", [(-1, 1), (0.0, float("inf"))])
+def test_every_domain_is_numbers_of_c(student_t: Link, ends: tuple[float, float]) -> None:
+    """Whole numbers and infinity are none, with the suffix of a float behind them."""
+    code = tile_path.code_of(type("Other", (type(student_t),), {"domain": ends})())
+    assert code is not None
+    numbers = re.findall(r"ZONAL_(?:LOW|HIGH) (.*)f\n", build.defines(code))
+    assert all(re.fullmatch(r"-?\d+(\.\d+|e\+\d+)", number) for number in numbers), numbers
+    assert decode(type(code), encode(code)) == code
 
 
 @pytest.mark.parametrize("tiles", ["kernel", "torch"])

@@ -22,6 +22,7 @@ from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 
 Kind = Literal["row", "count", "raw"]
 _KINDS = get_args(Kind)
+_FAR = 1e30
 
 
 def kind_of(call: Call) -> Kind:
@@ -135,8 +136,10 @@ def code_of(link: Link) -> Formula | None:
 
 
 def _with_domain(link: Link) -> Formula | None:
-    formula = link.formula
-    return None if formula is None else replace(formula, domain=link.domain)
+    formula, domain = link.formula, link.domain
+    if domain is not None:  # as numbers in source text, where infinity is none; no score comes near the ends
+        domain = float(max(domain[0], -_FAR)), float(min(domain[1], _FAR))
+    return None if formula is None else replace(formula, domain=domain)
 
 
 _kept_code = functools.lru_cache(maxsize=256)(_with_domain)  # which a tracer cannot follow
