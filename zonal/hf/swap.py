@@ -43,9 +43,11 @@ from zonal.hf.pretrained import check_files, check_loaded, readable
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
-# the Auto classes of models, which all load converted ones
+# the Auto classes of models, which all load converted ones; to ask whether a mapping is empty reads every config
 _AUTO = [
-    auto for auto in vars(modeling_auto).values() if isinstance(auto, type) and getattr(auto, "_model_mapping", None)
+    auto
+    for auto in vars(modeling_auto).values()
+    if isinstance(auto, type) and getattr(auto, "_model_mapping", None) is not None
 ]
 
 
