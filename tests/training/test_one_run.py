@@ -78,7 +78,8 @@ def test_the_caller_keeps_its_state(tmp_path):
     expected = torch.rand(3)
     torch.manual_seed(5)
     threads = torch.get_num_threads()
-    train(tiny_model(), Recall(), tiny_config(steps=2), tmp_path, threads=2 if threads == 1 else 1)
+    for _ in range(2):  # a run, and one that goes on from its checkpoint
+        train(tiny_model(), Recall(), tiny_config(steps=2), tmp_path, threads=2 if threads == 1 else 1)
     assert torch.equal(torch.rand(3), expected)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == threads

@@ -98,8 +98,11 @@ def header_of(config: dict[str, Any]) -> dict[str, Any]:
     return {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"])}
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: dict[str, Any]) -> Progress:
-    """Restore model, optimiser and random numbers; returns where the run stood. Nothing is changed when it raises.
+def load_checkpoint(
+    path: Path, model: nn.Module, optimiser: Optimizer, config: dict[str, Any]
+) -> tuple[Progress, dict[str, Tensor]]:
+    """Restore model and optimiser; returns where the run stood, and the states of its random numbers by kind of device
+    (``set_random_states``). Nothing is changed when it raises.
 
     Raises: FileFormatError when the file is truncated, foreign, damaged, or of another configuration: it then names the
     first field that differs.
@@ -118,10 +121,17 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         torch.Generator().set_state(tensors["random/cpu"])  # refuses what is no state, before anything is changed
         model.load_state_dict(weights)
         optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
-    torch.set_rng_state(tensors["random/cpu"])
-    if "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"], next(model.parameters()).device)
-    return progress
+    return progress, under(tensors, "random/")
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Let random numbers go on from states that ``load_checkpoint`` found: those of the CPU, and those of a GPU where
+    ``device`` is one. A run that goes on elsewhere keeps the states that it finds there.
+    """
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def progress_in(path: Path, header: Mapping[str, Any], config: dict[str, Any]) -> Progress:

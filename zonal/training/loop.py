@@ -179,13 +179,13 @@ class _Run:
     def execute(self, threads: int) -> RunResult:
         self.processes.first(lambda: remove_parts(self.folder))
         if self.processes.begun(self.folder):
-            self.progress, random_state = self.processes.restore(self.folder, self.model, self.optimiser, self.header)
+            self.progress, random_states = self.processes.restore(self.folder, self.model, self.optimiser, self.header)
             self.last_checkpoint = self.saved = self.progress.step
             self.notes = self._changes(threads)
             threads = self.progress.threads
             self.processes.first(self._require_best)
         else:
-            random_state = None
+            random_states = {}
             if self.curriculum is not None:
                 self.curriculum.close()
                 self.learned_before = self.model.learned()
@@ -198,8 +198,7 @@ class _Run:
         if self._finished():
             return self._complete(threads)
         with deterministic(self.config.seed, threads, self.device):
-            if random_state is not None:
-                torch.set_rng_state(random_state)
+            checkpoints.set_random_states(random_states, self.device)
             self.log: MetricsLog | SilentLog = SilentLog()
             self.processes.first(self._open_log)
             with self.log:

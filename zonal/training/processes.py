@@ -25,10 +25,12 @@ SHARDS = "checkpoints"
 
 
 class Restored(NamedTuple):
-    """Where a run stood, and the state of torch's random numbers; None where the run's seed gives them."""
+    """Where a run stood, and the states of torch's random numbers by kind of device; none where the run's seed gives
+    them.
+    """
 
     progress: Progress
-    random_state: torch.Tensor | None
+    random_states: dict[str, torch.Tensor]
 
 
 class Written(NamedTuple):
@@ -113,8 +115,7 @@ class OneProcess:
 
     def restore(self, folder: Path, model: LanguageModel, optimiser: Optimizer, config: dict[str, Any]) -> Restored:
         """Read the last checkpoint into model and optimiser. Raises: FileFormatError, see ``load_checkpoint``."""
-        progress = checkpoints.load_checkpoint(folder / checkpoints.FILE, model, optimiser, config)
-        return Restored(progress, torch.get_rng_state())
+        return Restored(*checkpoints.load_checkpoint(folder / checkpoints.FILE, model, optimiser, config))
 
     def save(
         self, folder: Path, model: LanguageModel, optimiser: Optimizer, progress: Progress, config: dict[str, Any]

@@ -306,7 +306,7 @@ class SeveralProcesses:
             raise FileFormatError(
                 f"train: {path} does not fit: it holds NaN or infinity. Remove it to go on from the one before."
             )
-        return Restored(progress, None)
+        return Restored(progress, {})
 
     def save(
         self, folder: Path, model: LanguageModel, optimiser: Optimizer, progress: Progress, config: dict[str, Any]
