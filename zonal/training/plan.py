@@ -1,15 +1,16 @@
 """How many updates a budget allows: each operator is timed on the real task, then every run gets the same number.
 
-    budget · 0.9 - time spent so far  ≥  Σ over runs of (n · update + evaluations(n) · evaluation + overhead) / jobs
-                                         + Σ over operators and seeds of end / jobs
+    budget · 0.9 - time spent so far  ≥  time until the last run ends, of runs that each take
+                                         n · update + evaluations(n) · evaluation + overhead
 
-The largest such n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one
-second.
+and are started in order as one of the ``jobs`` becomes free, with ``end`` for each operator and seed. The largest such
+n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one second.
 """
 
+import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import cast
@@ -36,6 +37,7 @@ WORKER_SECONDS = 4.0
 _MEASURED_SECONDS = 0.5
 _LEAST_UPDATES, _MOST_UPDATES = 3, 20
 _MEASURED_BATCHES = 3
+_FEW_STEPS = 100
 
 
 class SmallBudgetError(ArgumentError):
@@ -135,13 +137,27 @@ def evaluations(config: TrainConfig, steps: int) -> int:
 
 def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs: int) -> float:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
-    count = evaluations(spec.training, steps)
-    total = sum(
-        spec.runs_each * (steps * timing.update + count * timing.evaluation + timing.overhead)
-        + len(spec.seeds) * timing.end  # only at the best rate
-        for timing in timings.values()
-    )
-    return total if jobs == 1 else total * CROWDING / jobs + WORKER_SECONDS
+    count, ends = evaluations(spec.training, steps), [timing.end for timing in timings.values()]
+    runs = [steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values()]
+    measured = [run + end for run, end in zip(runs, ends, strict=True)]
+    if len(spec.learning_rates) == 1:
+        rounds = [measured * len(spec.seeds)]
+    else:  # only runs at the best rate are measured at their end
+        tried = len(spec.screening)
+        rounds = [
+            runs * (tried * len(spec.learning_rates)),
+            ends * tried + measured * (len(spec.seeds) - tried),
+        ]
+    total = sum(_until_all_end(each, jobs) for each in rounds)
+    return total if jobs == 1 else total * CROWDING + WORKER_SECONDS
+
+
+def _until_all_end(seconds: Sequence[float], jobs: int) -> float:
+    """Seconds until the last of some runs ends, each of which starts when one of ``jobs`` places becomes free."""
+    free = [0.0] * jobs
+    for each in seconds:
+        heapq.heapreplace(free, free[0] + each)
+    return max(free)
 
 
 def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float, jobs: int) -> StepPlan:
@@ -154,7 +170,10 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
         return StepPlan(most, timings, estimate(spec, timings, most, jobs))
     left = spec.budget_seconds * SAFETY - spent
     least = min(10, most)
-    if estimate(spec, timings, least, jobs) > left:
+    # ten evaluations a run, rounded: where there are few steps, more of them may have fewer evaluations and take less
+    few = min(_FEW_STEPS, most)
+    low = max((n for n in range(least, few + 1) if estimate(spec, timings, n, jobs) <= left), default=0)
+    if not low:
         needed = math.ceil((spent + estimate(spec, timings, least, jobs)) / SAFETY)
         runs = len(spec.operators) * spec.runs_each
         raise SmallBudgetError(
@@ -163,7 +182,7 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
             "smaller batch, or a smaller model.",
             needed,
         )
-    low, high = least, most
+    high = most if low == few else low
     while low < high:
         middle = (low + high + 1) // 2
         if estimate(spec, timings, middle, jobs) <= left:
