@@ -191,6 +191,8 @@ def test_thresholds_and_early_stop(tmp_path):
     assert all(value < 0.6 for step, value in curve.items() if step < result.steps_done)
     assert result.steps_to["0.5"] == min(step for step, value in curve.items() if value >= 0.5)
     assert result.steps_to["1"] is None
+    near = train(tiny_model(), Recall(), tiny_config(steps=1, thresholds=(0.9999999, 1.0)), tmp_path / "near")
+    assert set(near.steps_to) == {"0.9999999", "1"}
     seen = []
     again = train(
         tiny_model(),

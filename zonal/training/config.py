@@ -170,6 +170,11 @@ class TrainConfig(TrainSettings):
         }
 
 
+def short(number: float) -> str:
+    """0.001 rather than 0.0010000, but never one name for two numbers."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
+
+
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 

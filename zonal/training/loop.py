@@ -29,7 +29,7 @@ from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
-from zonal.training.config import TrainConfig
+from zonal.training.config import TrainConfig, short
 from zonal.training.curriculum import Curriculum
 from zonal.training.environment import PeakMemory, check_threads, deterministic, folder_lock, remove_parts, versions
 from zonal.training.log import MetricsLog, SilentLog, kept
@@ -191,7 +191,7 @@ class _Run:
                 self.learned_before = self.model.learned()
             self.progress = Progress(threads=threads, environment=versions(), learned_before=self.learned_before)
             self.progress.steps_to = {
-                f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"
+                short(value): None for value in self.config.thresholds if self.task.metric == "accuracy"
             }
         if self.curriculum is not None and self.curriculum.empty:
             self.notes += ("the model has no gates: the curriculum changes nothing",)

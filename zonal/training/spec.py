@@ -15,7 +15,7 @@ from zonal.models.layers import canonical_layers, declarations, entry_of, is_lis
 from zonal.report.published import Published
 from zonal.store import understood
 from zonal.training import curriculum
-from zonal.training.config import TrainConfig
+from zonal.training.config import TrainConfig, short
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.typed import check_fields, made
@@ -171,7 +171,7 @@ class ComparisonSpec:
     def planned(self, operator: str, seed: int, rate: float) -> PlannedRun:
         """The run of an operator with this seed and rate."""
         label = dict(zip(self.operators, self.labels or self.operators, strict=True))[operator]
-        return PlannedRun(f"runs/{self._slugs()[operator]}/seed-{seed}-lr-{_short(rate)}", operator, label, seed, rate)
+        return PlannedRun(f"runs/{self._slugs()[operator]}/seed-{seed}-lr-{short(rate)}", operator, label, seed, rate)
 
     def _slugs(self) -> dict[str, str]:
         slugs: dict[str, str] = {}
@@ -233,11 +233,6 @@ def _stored_model(model: ModelConfig) -> dict[str, Any]:
 def _read_model(values: dict[str, Any], operator: str) -> ModelConfig:
     """Reverse of ``_stored_model``, with ``operator`` in the layers."""
     return ModelConfig.from_dict({**values, "layers": layers_for(operator, len(values["layers"]))})
-
-
-def _short(rate: float) -> str:
-    """0.001 rather than 0.0010000, but never two rates in one folder."""
-    return f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate)
 
 
 @dataclass(frozen=True)

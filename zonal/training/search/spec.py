@@ -14,7 +14,7 @@ from zonal.evaluation.selection import capped
 from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
 from zonal.store import understood
-from zonal.training.config import TrainConfig
+from zonal.training.config import TrainConfig, short
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.training.record import RunResult
@@ -162,7 +162,7 @@ class SearchSpec(SearchSettings):
         if run.status != "done" or run.final is None:
             return None
         if self.measure == "steps":
-            reached = run.steps_to.get(f"{self.target:g}")
+            reached = run.steps_to.get(short(self.target))
             return float(run.steps if reached is None else reached)
         name = "loss" if self.measure == "loss" else self.task.metric
         value = run.final[name]
