@@ -327,6 +327,10 @@ def test_edges_join_single_moves_and_mixed_rungs_circulate():
         ({"kinds": ("links",)}, "unknown kind of move 'links'. Did you mean 'link'"),
         ({"palette": ("softmx",)}, "unknown operator 'softmx'"),
         ({"measure": "steps", "target": 0.3}, "target must be one of training.thresholds"),
+        (
+            {"measure": "steps", "training": replace(a_search().training, stop_at_accuracy=0.5)},
+            r"target must be at most stop_at_accuracy, where runs end \(0.5\), got 0.9",
+        ),
         ({"budget_seconds": -1.0}, "budget_seconds must be positive"),
         (
             {"model": ModelConfig(32, dim=16, layers=("rewa(parts=(3, 3, 3))",), heads=2, qk_dim=8)},

@@ -114,6 +114,10 @@ class SearchSpec(SearchSettings):
                 self.target in self.training.thresholds,
                 f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}",
             )
+            stop = self.training.stop_at_accuracy
+            self._require(
+                "target", stop is None or self.target <= stop, f"at most stop_at_accuracy, where runs end ({stop})"
+            )
         self._require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
         for kind in self.kinds:
             if kind not in KINDS:
