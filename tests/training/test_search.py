@@ -331,6 +331,10 @@ def test_edges_join_single_moves_and_mixed_rungs_circulate():
             {"measure": "steps", "training": replace(a_search().training, stop_at_accuracy=0.5)},
             r"target must be at most stop_at_accuracy, where runs end \(0.5\), got 0.9",
         ),
+        (
+            {"training": replace(a_search().training, curriculum=(0.25, 0.5, 0.75))},
+            "SearchSpec: a curriculum opens the gates of distances, and no operator here has any",
+        ),
         ({"budget_seconds": -1.0}, "budget_seconds must be positive"),
         (
             {"model": ModelConfig(32, dim=16, layers=("rewa(parts=(3, 3, 3))",), heads=2, qk_dim=8)},
@@ -341,6 +345,20 @@ def test_edges_join_single_moves_and_mixed_rungs_circulate():
 def test_spec_refuses(changes, message):
     with pytest.raises(ArgumentError, match=message):
         a_search(**changes)
+
+
+def test_a_curriculum_concerns_the_regimes_with_gates_alone(tmp_path):
+    """It ended the search at the first operator without gates."""
+    start = "rewa(gates=(0.5, 1.0, 0.5), parts=(3, 2, 3))"
+    training = replace(a_search().training, steps=2, curriculum=(0.25, 0.5, 0.75))
+    model = replace(a_search().model, layers=(start,))
+    spec = a_search(model=model, training=training, kinds=("score",), seeds=(0,), rounds=1, rungs=1)
+    result = Search(tmp_path, spec).run(threads=1)
+    found = {regime: spec.comparison(regime, 2).training.curriculum for regime in result.outcomes}
+    assert found.pop(spec.start) == training.curriculum
+    assert len(found) == 2
+    assert set(found.values()) == {None}
+    assert all(outcome.costs for rungs in result.outcomes.values() for outcome in rungs.values())
 
 
 def test_another_search_in_the_folder(whole, tmp_path):

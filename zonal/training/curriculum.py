@@ -125,9 +125,14 @@ def has_gates(operator: Operator) -> bool:
     return isinstance(score, NegativeDistance) and isinstance(score.metric, Product) and score.metric.gates is not None
 
 
+def any_gated(layers: Iterable[str]) -> bool:
+    """Whether an operator of some layers, given by their specs, has gates."""
+    return any(has_gates(mechanisms.resolve(spec)) for layer in layers for spec in operators_in(layer))
+
+
 def check(layers: Iterable[str], call: str) -> None:
     """Refuse a curriculum for layers none of which has gates. Raises: ArgumentError beginning with ``call``."""
-    if not any(has_gates(mechanisms.resolve(spec)) for layer in layers for spec in operators_in(layer)):
+    if not any_gated(layers):
         raise ArgumentError(
             f"{call}: a curriculum opens the gates of distances, and no operator here has any. "
             "Give one that has, such as rewa(gates=(0.0, 1.0, 0.0))."

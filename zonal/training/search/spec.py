@@ -14,6 +14,7 @@ from zonal.evaluation.selection import capped
 from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
 from zonal.store import understood
+from zonal.training import curriculum
 from zonal.training.config import TrainConfig, short
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
@@ -128,6 +129,8 @@ class SearchSpec(SearchSettings):
         reason = refusal(self.start, self.model)
         if reason is not None:
             raise ArgumentError(f"SearchSpec: the start is no model: {reason}")
+        if self.training.curriculum is not None:
+            curriculum.check(self.start.layers, "SearchSpec")
         self.comparison(self.start, self.training.steps)
 
     def _require(self, name: str, holds: bool, what: str) -> None:
@@ -152,7 +155,13 @@ class SearchSpec(SearchSettings):
         return ComparisonSpec(
             task=self.task,
             model=model_of(regime, self.model),
-            training=replace(self.training, steps=steps, learning_rate=regime.learning_rate),
+            training=replace(
+                self.training,
+                steps=steps,
+                learning_rate=regime.learning_rate,
+                # a move may lead to operators without gates, which learn as ever
+                curriculum=self.training.curriculum if curriculum.any_gated(regime.layers) else None,
+            ),
             operators=(regime.operator,),
             seeds=self.seeds,
             labels=(regime.label,),
