@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from training.training_doubles import Recall, lines, tiny_config, tiny_model
 
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation import evaluate
+from zonal.store import read_header
 from zonal.training import RunResult, load_model, train
 from zonal.training import events as kinds
 from zonal.training.step import forward_backward, split
@@ -221,6 +223,19 @@ def test_best_weights_that_were_not_kept_are_told(tmp_path, stopped):
     train(tiny_model(), Recall(), tiny_config(), tmp_path, on_event=seen.append, should_stop=stop)
     with pytest.raises(ArgumentError, match=r"keep_best needs .*best\.safetensors, .*step \d+\) were not kept"):
         train(tiny_model(), Recall(), tiny_config(keep_best=True), tmp_path)
+
+
+def test_best_weights_of_an_earlier_evaluation_are_not_taken_for_the_best(tmp_path):
+    """Kept to the first evaluation, not kept to the best evaluation, and asked for again."""
+    config, seen = tiny_config(keep_best=True, eval_every=1), []
+    train(
+        tiny_model(), Recall(), config, tmp_path, on_event=seen.append,
+        should_stop=lambda: any(isinstance(event, kinds.Evaluated) for event in seen),
+    )  # fmt: skip
+    result = train(tiny_model(), Recall(), replace(config, keep_best=False), tmp_path)
+    assert result.best["step"] > read_header(tmp_path / "best.safetensors", "checkpoint")["weights_of_step"]
+    with pytest.raises(ArgumentError, match=r"went on without it, .*step \d+\) were not kept"):
+        train(tiny_model(), Recall(), config, tmp_path)
 
 
 @pytest.mark.parametrize("noun", ["comparison", "search"])

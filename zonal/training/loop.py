@@ -25,6 +25,7 @@ from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
+from zonal.store import read_header
 from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
@@ -207,10 +208,13 @@ class _Run:
     def _require_best(self) -> None:
         """Raises: ArgumentError where the best weights are asked for and were not kept."""
         best, path = self.progress.best, self.folder / checkpoints.BEST
-        if self.config.keep_best and best is not None and not path.exists():
+        if not self.config.keep_best or best is None:
+            return
+        # a killed run may have left those of a later evaluation, which comes again
+        if not path.exists() or read_header(path, checkpoints.KIND)["weights_of_step"] < best["step"]:
             raise ArgumentError(
-                f"train: keep_best needs {path}, but this run was begun without it, and the weights of its best "
-                f"evaluation (step {best['step']}) were not kept. Leave keep_best out, or begin in another folder."
+                f"train: keep_best needs {path}, but this run was begun or went on without it, and the weights of its "
+                f"best evaluation (step {best['step']}) were not kept. Leave keep_best out, or begin in another folder."
             )
 
     def _open_log(self) -> None:
