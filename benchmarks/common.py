@@ -357,10 +357,12 @@ def peak_bytes(work: Work) -> int:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    kept = work()
-    most = max(most, resident())
-    done.set()
-    thread.join()
+    try:
+        kept = work()
+        most = max(most, resident())
+    finally:  # a thread that goes on would keep the process from ending with the error
+        done.set()
+        thread.join()
     del kept
     return max(0, most - before)
 
