@@ -436,7 +436,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page:
         write_page(options)
         return 0
-    run = common.Run(options)
+    run = common.Run(options, only_cpu="the model is read on the CPU")
     run.start["versions"]["transformers"] = captured.transformers(CALL, options.model).__version__
     if options.quick:
         options.length, options.windows, options.steps = 32, 2, 2

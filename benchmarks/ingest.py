@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--heads", type=int, nargs="*", default=[16, 64, 256], help="sizes (default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="processes (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="of each reading that is timed (default: %(default)s)")
-    run = common.Run(parser.parse_args(argv))
+    run = common.Run(parser.parse_args(argv), only_cpu="folders are read on the CPU")
     measured(run, {"documents": run.options.documents, "turns": run.options.turns})
     return 0
 

@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page:
         write_page(options)
         return 0
-    run = common.Run(options)
+    run = common.Run(options, only_cpu="processor time and peak memory are those of a process on the CPU")
     sizes = QUICK if options.quick else dataclasses.replace(Sizes(), stretches=options.stretches)
     texts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for source in ("novel", *options.text):

@@ -3,7 +3,7 @@
 
 Two models from the same initial weights see the same images in the same order: one is trained on all tokens, the other
 on a share that is drawn anew for every update. Both are tested with each share merged away, spread over the layers
-(even) or at once before the second (early). Speed is that of classifying on the device given, by schedule and share, in
+(even) or at once before the second (early). Speed is that of classifying on the CPU, by schedule and share, in
 turns with the model that merges nothing; it is the same for both models. Training goes on where it was stopped: run the
 same command again.
 """
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page:
         common.write_page(options.out, merging_page.write)
         return 0
-    run = common.Run(options)
+    run = common.Run(options, only_cpu="models are trained and timed on the CPU")
     device = run.device
     sizes = QUICK if options.quick else Sizes()
     learnt, tested = fashion_mnist(options.data)

@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page:
         common.write_page(options.out, recall_page.write)
         return 0
-    run = common.Run(options)
+    run = common.Run(options, only_cpu="memories are read and timed on the CPU")
     sizes = QUICK if options.quick else Sizes()
     with torch.no_grad():
         error = gate()

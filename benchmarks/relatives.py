@@ -91,7 +91,10 @@ def line(row: dict[str, object]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
-    run = common.Run(common.parser(__doc__ or "", "relatives", by_machine=True).parse_args(argv))
+    run = common.Run(
+        common.parser(__doc__ or "", "relatives", by_machine=True).parse_args(argv),
+        only_cpu="the layers are compared on the CPU",
+    )
     options, device = run.options, run.device
     rows: list[dict[str, object]] = []
     width = 64 if options.quick else WIDTH

@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--budget", type=float, default=1.5, help="seconds for a ratio (default: %(default)s)")
     options = parser.parse_args(argv)
-    device = common.prepare(options)
-    start = common.circumstances(device)
+    run = common.Run(options, only_cpu="memories are kept on the CPU")
+    device, start = run.device, run.start
     if options.quick:
         options.tokens, options.merges = min(options.tokens, 20_000), min(options.merges, 20)
     settings = {"tokens": options.tokens, "merges": options.merges, "dim": DIM, "chunk": CHUNK}

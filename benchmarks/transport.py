@@ -166,7 +166,10 @@ def peak(tokens: int, what: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    run = common.Run(common.parser(__doc__ or "", "transport", by_machine=True).parse_args(argv))
+    run = common.Run(
+        common.parser(__doc__ or "", "transport", by_machine=True).parse_args(argv),
+        only_cpu="processor time and peak memory are those of a process on the CPU",
+    )
     options = run.options
     error = gated()
     problems = ((128, 1.0),) if options.quick else PROBLEMS

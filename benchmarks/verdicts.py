@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page:
         common.write_page(options.out, verdicts_page.write)
         return 0
-    run = common.Run(options)
+    run = common.Run(options, only_cpu="memories are read on the CPU")
     sizes = QUICK if options.quick else Sizes()
     rows: list[Row] = []
     with torch.no_grad():
