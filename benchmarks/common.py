@@ -172,6 +172,13 @@ class Run:
         """Where a whole run's JSON goes; "-" for a part."""
         return "-" if self.partial else self.options.out
 
+    @property
+    def resumable(self) -> str:
+        """Where a run that may go on writes: "-" for a part, but one with --resume adds its rows to those that --out
+        holds.
+        """
+        return self.options.out if self.options.resume and not self.options.quick else self.target
+
     def write(
         self, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
         settings: Mapping[str, Any] | None = None, out: str | None = None,

@@ -8,11 +8,9 @@ and a softmax, with torch's autograd. Backward includes the gradient of the weig
 peak beyond its inputs.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
-from zonal import mechanisms
+from zonal import mechanisms, store
 
 HEADS, PART = 8, 32
 PARTS = (PART, PART, PART)
@@ -196,12 +194,10 @@ def line(row: dict[str, Any], case: Case) -> str:
     return f"{common.ratio_text(compared)}  {case} ({times}, {memory}){goal}"
 
 
-def before(out: str) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """The rows and errors of an earlier run's JSON."""
-    if out == "-" or not Path(out).exists():
-        return {}, {}
-    kept = json.loads(Path(out).read_text(encoding="utf-8"))
-    return {row["row"]: row for row in kept["rows"]}, kept["summary"]["errors"]
+def before(run: common.Run, out: str) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """The rows and errors of an earlier run's JSON, which had the same settings."""
+    rows = common.kept(out, run.options.resume, {"budget_seconds": run.options.budget}, run.device)
+    return {row["row"]: row for row in rows}, dict(store.read_json(out)["summary"]["errors"]) if rows else {}
 
 
 def summary(rows: dict[str, dict[str, Any]], errors: dict[str, float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -227,8 +223,8 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [replace(case, tokens=200, bound=None, memory=None) for case in cases if case.tokens == 4096]
-    out = options.out if options.resume and not options.quick else run.target
-    rows, errors = before(out) if options.resume else ({}, {})
+    out = run.resumable
+    rows, errors = before(run, out)
     cases = [case for case in cases if str(case) not in rows]
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors |= gate(device, cases)

@@ -191,6 +191,12 @@ def test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel(
     ]
     assert kept["summary"]["missed"] == ["rewa, T=130, forward+backward, against sdpa: time"]
     assert capsys.readouterr().out.count("rewa, T=130, forward,") == 1
+    with pytest.raises(ArgumentError, match="holds results of other settings"):
+        rewa.main(["--resume", "--out", str(out), "--budget", "0.2"])
+    kept["device"]["threads"] += 1
+    out.write_text(json.dumps(kept))
+    with pytest.raises(ArgumentError, match="another number of threads"):
+        rewa.main(["--resume", "--out", str(out), "--budget", "0.1"])
     whole = rewa.zonal.attention
 
     def wrong(q, k, v, operator, *, causal, path):
@@ -372,6 +378,8 @@ def test_rows_of_linear_peers(
     out = tmp_path / "x.json"
     words = ["--only", "dense yat", "--tokens", "64", "--budget", "0.05", "--out", str(out)]
     assert linear_peers.main(words) == 0
+    assert not out.exists(), "a part would replace the rows of the other peers"
+    assert linear_peers.main([*words, "--resume"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["peer"], row["tokens"], row["causal"]) for row in rows] == [
         ("dense yat", 64, True),
