@@ -343,6 +343,22 @@ def compare(subject: Work, peer: Work, device: torch.device, *, pairs: int = 7, 
     return Compared(Quantiles.of(times["subject"]), Quantiles.of(times["peer"]), Quantiles.of(ratios))
 
 
+def device_peak_bytes(work: Work, device: torch.device) -> int:
+    """The most memory of the device that ``work`` took beyond what was there before, in bytes: a GPU's by torch's
+    count, on a CPU ``peak_bytes``.
+    """
+    if device.type != "cuda":
+        return peak_bytes(work)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = work()
+    torch.cuda.synchronize(device)
+    most = torch.cuda.max_memory_allocated(device)
+    del kept
+    return most - before
+
+
 def peak_bytes(work: Work) -> int:
     """The most the process grew while ``work`` ran, in bytes, sampled every 2 ms from the resident size."""
     page = resource.getpagesize()

@@ -262,18 +262,6 @@ def compared(subject: common.Work, peer: common.Work, device: torch.device, budg
     return common.Compared(*(common.Quantiles.of(x) for x in (times["subject"], times["peer"], ratios)))
 
 
-def peak_bytes(work: common.Work, device: torch.device) -> int:
-    """The most device memory a call takes beyond what was there before."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    kept = work()
-    torch.cuda.synchronize(device)
-    most = torch.cuda.max_memory_allocated(device)
-    del kept
-    return most - before
-
-
 def peaks(device: torch.device, order: int = 8192) -> dict[str, float]:
     """What the device reaches here: operations a second of a bfloat16 matrix product, bytes a second read and written
     by a copy.
@@ -306,7 +294,7 @@ def measured(case: Case, device: torch.device, peak: dict[str, float], budget: f
         row[f"{prefix}share"] = (
             case.bytes / seconds / peak["copy_bytes"] if case.keys else case.operations / seconds / peak["matmul_flops"]
         )
-        row[f"{prefix}peak_bytes"] = peak_bytes(run, device)
+        row[f"{prefix}peak_bytes"] = common.device_peak_bytes(run, device)
     return row
 
 

@@ -4,6 +4,7 @@ import importlib
 import threading
 
 import pytest
+import torch
 
 from benchmarks import common
 from zonal.errors import ArgumentError
@@ -31,3 +32,23 @@ def test_what_runs_on_the_cpu_refuses_another_device(name: str) -> None:
     benchmark = importlib.import_module(f"benchmarks.{name}")
     with pytest.raises(ArgumentError, match=r"received --device meta\. Leave"):
         benchmark.main([*NEEDED.get(name, []), "--quick", "--device", "meta", "--out", "-"])
+
+
+def test_the_memory_of_a_gpu_is_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resident size of the process says nothing of it."""
+    held = {"now": 100, "most": 0}
+
+    def work() -> object:
+        held["most"] = 1100
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held["most"])
+    assert common.device_peak_bytes(work, torch.device("cuda")) == 1000
+
+
+def test_the_memory_of_a_cpu_is_that_of_the_process() -> None:
+    size = 1 << 26
+    assert common.device_peak_bytes(lambda: torch.ones(size, dtype=torch.uint8), torch.device("cpu")) >= size // 2
