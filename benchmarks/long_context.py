@@ -32,6 +32,7 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.algebra.prior import Window
 from zonal.cli.generate import checkpoint_in
+from zonal.errors import ArgumentError
 from zonal.evaluation import spread
 from zonal.execution.paths.coverage import measured
 from zonal.models import CausalLM
@@ -444,6 +445,11 @@ def main(argv: list[str] | None = None) -> int:
     models = {}
     for path in options.model:
         model, config = load_model(checkpoint_in(path))
+        if config["operator"] in models:
+            raise ArgumentError(
+                f"bench long_context: each --model must have another operator, by which rows are named; {path} is a "
+                f"second one of {config['operator']}. Leave it out, or measure it with another --out."
+            )
         models[config["operator"]] = (model, config)
     subjects = [Subject(name, model, sizes) for name, (model, _) in models.items()]
     errors = {subject.name: subject.gate() for subject in subjects}

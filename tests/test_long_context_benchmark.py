@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import long_context
+from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, build
 
 SIZES = dataclasses.replace(long_context.QUICK, length=96, exact=64, lengths=(32, 95), window=16, first=3, stretches=2)
@@ -90,3 +91,5 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "| rewa | largest, hashed |" in text
     assert "zonal bench long_context --threads 1 --model softmax --model rewa" in text
     assert "mass" in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="a second one of softmax"):
+        long_context.main(["--model", "softmax", "--model", "softmax", "--out", str(out)])
