@@ -212,7 +212,7 @@ def payload(
 
 def strip(row: Row, metric: str, low: float, high: float) -> str:
     """A small inline drawing: one dot a seed and a bar at the mean, on a scale shared by the whole column."""
-    values = [value for run in row.runs if run.final is not None and (value := run.final.value(metric)) is not None]
+    values = [value for run in row.runs if (value := run.value(metric)) is not None]
     if not values:
         return ""
     width, height, margin = 132, 22, 6.0

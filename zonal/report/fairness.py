@@ -200,7 +200,7 @@ def _ends(data: ComparisonData, row: Row, rate: float) -> list[tuple[float, int]
         (capped(value, data.stop), run.steps_done)
         for run in data.runs
         if (run.operator, run.learning_rate) == (row.operator, rate) and run.seed in data.screening
-        if run.done and run.final is not None and (value := run.final.value(data.metric)) is not None
+        if run.done and (value := run.value(data.metric)) is not None
     )
 
 

@@ -91,12 +91,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     """What the templates need of one comparison."""
     data = summary.data
     slices = [(name, glossary.slice_name(name), table.slices(summary, name)) for name in table.slice_names(summary)]
-    values = [
-        value
-        for row in summary.rows
-        for run in row.runs
-        if run.final is not None and (value := run.final.value(data.metric)) is not None
-    ]
+    values = [value for row in summary.rows for run in row.runs if (value := run.value(data.metric)) is not None]
     strips = {
         row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows
     }

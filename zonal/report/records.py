@@ -108,6 +108,10 @@ class Run:
     def done(self) -> bool:
         return self.status == "done" and self.final is not None
 
+    def value(self, metric: str) -> float | None:
+        """The number called ``metric`` of its last evaluation; None where there is none."""
+        return None if self.final is None else self.final.value(metric)
+
     @property
     def losses(self) -> tuple[tuple[int, float], ...]:
         """(tokens trained, held-out loss) of each evaluation."""

@@ -62,7 +62,7 @@ def _over(runs: Sequence[Run], name: str) -> Spread | None:
 
 def _final(runs: Sequence[Run], metric: str) -> Spread | None:
     """A number of their last evaluations over seeds."""
-    return _spread([value for run in runs if run.final and (value := run.final.value(metric)) is not None])
+    return _spread([value for run in runs if (value := run.value(metric)) is not None])
 
 
 def _sweep(runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
@@ -84,7 +84,7 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
 
 def _score(data: ComparisonData, run: Run) -> float | None:
     """The headline number of a run that is done, as it is compared."""
-    value = run.final.value(data.metric) if run.final is not None and run.done else None
+    value = run.value(data.metric) if run.done else None
     return None if value is None else capped(value, data.stop)
 
 

@@ -320,8 +320,7 @@ def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
 def runs(summary: Summary) -> Table:
     """Every run, with its status."""
     metrics = [
-        (_METRIC_TITLES[name], lambda run, of=name: Cell(formats.number(run.final and run.final.value(of))))
-        for name in metrics_of(summary)
+        (_METRIC_TITLES[name], lambda run, of=name: Cell(formats.number(run.value(of)))) for name in metrics_of(summary)
     ]
     columns: list[tuple[str, Callable[[Run], Cell]]] = [
         ("Operator", lambda run: Cell(summary.row(run.operator).label)),
