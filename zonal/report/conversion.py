@@ -21,10 +21,10 @@ def write(path: Path, record: Mapping[str, Any]) -> Path:
 def context(record: Mapping[str, Any]) -> dict[str, Any]:
     """What the template needs. Without "after", the page of a plan."""
     before, after = record["before"], record.get("after")
-    stages = [record[name] for name in ("before", "transferred", "after") if name in record]
+    titles = {"before": "the original", "transferred": "after attention transfer", "after": "converted"}
+    stages = {title: record[name] for name, title in titles.items() if name in record}
     chosen = record.get("chosen")
     settings = record["settings"]
-    titles = {"before": "the original", "transferred": "after attention transfer", "after": "converted"}
     return {
         "title": f"{record['title']}, converted" if after else f"{record['title']}: layers to convert",
         "headline": headline(record),
@@ -37,11 +37,11 @@ def context(record: Mapping[str, Any]) -> dict[str, Any]:
         "chosen": None if chosen is None else ", ".join(map(str, chosen)),
         "compared": compared(before, after),
         "positions": Grid(
-            ("Tokens before", *(titles[name] for name in titles if name in record)),
+            ("Tokens before", *stages),
             tuple(
                 (
                     f"{row['from']:,}–{row['to']:,}",
-                    *(f"{stage['by_position'][index]['perplexity']:.2f}" for stage in stages),
+                    *(f"{stage['by_position'][index]['perplexity']:.2f}" for stage in stages.values()),
                 )
                 for index, row in enumerate(before["by_position"])
             ),
@@ -57,9 +57,8 @@ def context(record: Mapping[str, Any]) -> dict[str, Any]:
             "transfer": [[each["step"], each["losses"]["error"]] for each in record.get("transfer", [])],
             "distillation": [[each["step"], each["losses"]["nats"]] for each in record.get("distillation", [])],
             "positions": {
-                titles[name]: [[row["from"], row["to"], row["perplexity"]] for row in record[name]["by_position"]]
-                for name in titles
-                if name in record
+                title: [[row["from"], row["to"], row["perplexity"]] for row in stage["by_position"]]
+                for title, stage in stages.items()
             },
             "harms": record.get("harms", []),
             "chosen": chosen or [],
@@ -89,38 +88,17 @@ def headline(record: Mapping[str, Any]) -> list[str]:
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any] | None) -> Grid:
     """One row a measure: the original and the converted model."""
-    rows: list[tuple[str, ...]] = [_row("Perplexity", before, after, lambda found: f"{found['perplexity']:.2f}")]
-    rows += [
-        _row(f"Recall: {probe}", before, after, lambda found, probe=probe: f"{found['recall'][probe]:.0%}")
-        for probe in before["recall"]
-    ]
-    for index, each in enumerate(before["decoding"]):
-        length = f"{each['length']:,} tokens"
-        rows += [
-            _row(
-                f"Tokens a second after {length}",
-                before,
-                after,
-                lambda found, i=index: f"{found['decoding'][i]['tokens_per_second']:.1f}",
-            ),
-            _row(
-                f"Memory after {length}",
-                before,
-                after,
-                lambda found, i=index: formats.bytes_(found["decoding"][i]["bytes"]),
-            ),
-        ]
-    rows.append(
-        _row(
-            f"Tokens a second, reading {before['prefill']['length']:,}", before, after,
-            lambda found: f"{found['prefill']['tokens_per_second']:.0f}",
-        )
-    )  # fmt: skip
-    return Grid(("Measure", "Original", *(() if after is None else ("Converted",))), tuple(rows))
-
-
-def _row(name: str, before: Mapping[str, Any], after: Mapping[str, Any] | None, text: Any) -> tuple[str, ...]:
-    return (name, text(before), *(() if after is None else (text(after),)))
+    models = [before] if after is None else [before, after]
+    rows = [("Perplexity", *(f"{each['perplexity']:.2f}" for each in models))]
+    rows += [(f"Recall: {probe}", *(f"{each['recall'][probe]:.0%}" for each in models)) for probe in before["recall"]]
+    for index, first in enumerate(before["decoding"]):
+        length = f"{first['length']:,} tokens"
+        measured = [each["decoding"][index] for each in models]
+        rows.append((f"Tokens a second after {length}", *(f"{each['tokens_per_second']:.1f}" for each in measured)))
+        rows.append((f"Memory after {length}", *(formats.bytes_(each["bytes"]) for each in measured)))
+    reading = f"Tokens a second, reading {before['prefill']['length']:,}"
+    rows.append((reading, *(f"{each['prefill']['tokens_per_second']:.0f}" for each in models)))
+    return Grid(("Measure", "Original", "Converted")[: 1 + len(models)], tuple(rows))
 
 
 def layers(record: Mapping[str, Any]) -> Grid:
