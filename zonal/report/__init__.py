@@ -109,7 +109,7 @@ def write_many(directories: Sequence[str | os.PathLike[str]], out: str | os.Path
     paths = Paths(Path(out) / "report.html", Path(out) / "report.md", Path(out) / "summary.json")
     values = page.context(summaries)
     store.write_bytes(paths.markdown, page.rendered_markdown("page", values))
-    store.write_bytes(paths.html, page.rendered_html("page", values, values.pop("payload")))
+    store.write_bytes(paths.html, page.rendered_html("page", values))
     store.write_json(paths.summary, {"schema": 1, "comparisons": [as_json(summary) for summary in summaries]})
     return paths
 

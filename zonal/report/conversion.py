@@ -13,8 +13,7 @@ SCHEMA = 1
 
 def write(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page, whole or not at all."""
-    values = context(record)
-    store.write_bytes(path, page.rendered_html("conversion", values, values.pop("picture")))
+    store.write_bytes(path, page.rendered_html("conversion", context(record)))
     return path
 
 
@@ -53,7 +52,7 @@ def context(record: Mapping[str, Any]) -> dict[str, Any]:
             ("Machine", "Value"), tuple((name, str(value)) for name, value in record["surroundings"].items())
         ),
         "made": record["command"],
-        "picture": {
+        "payload": {
             "transfer": [[each["step"], each["losses"]["error"]] for each in record.get("transfer", [])],
             "distillation": [[each["step"], each["losses"]["nats"]] for each in record.get("distillation", [])],
             "positions": {

@@ -45,8 +45,7 @@ class Heads:
 
 def write(path: Path, heads: Heads) -> Path:
     """Write the page, whole or not at all."""
-    values = context(heads)
-    store.write_bytes(path, page.rendered_html("heads", values, values.pop("picture")))
+    store.write_bytes(path, page.rendered_html("heads", context(heads)))
     return path
 
 
@@ -86,7 +85,7 @@ def context(given: Heads) -> dict[str, Any]:
         ],
         "ledgers": given.ledgers,
         "made": given.command,
-        "picture": {
+        "payload": {
             "tokens": list(given.tokens),
             "maps": drawn,
             "heads": [

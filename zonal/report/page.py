@@ -40,20 +40,17 @@ def _environment(html: bool) -> jinja2.Environment:
     return made
 
 
-def rendered_html(name: str, values: Mapping[str, Any], payload: Any) -> bytes:
-    """The page of the template and the script called ``name``: one file with style, plotly and what it draws in it."""
-    text = (
-        _environment(html=True)
-        .get_template(f"{name}.html.j2")
-        .render(
-            **values,
-            payload=script_json(payload),
-            css=asset("page.css").decode(),
-            script=asset("unpack.js").decode() + asset(f"{name}.js").decode(),
-            plotly=base64.b64encode(asset(_PLOTLY)).decode(),
-        )
-    )
-    return text.encode()
+def rendered_html(name: str, values: Mapping[str, Any]) -> bytes:
+    """The page of the template called ``name``: one file with style, plotly, and the script of that name, which draws
+    the value "payload".
+    """
+    shipped = {
+        "payload": script_json(values["payload"]),
+        "css": asset("page.css").decode(),
+        "script": asset("unpack.js").decode() + asset(f"{name}.js").decode(),
+        "plotly": base64.b64encode(asset(_PLOTLY)).decode(),
+    }
+    return _environment(html=True).get_template(f"{name}.html.j2").render({**values, **shipped}).encode()
 
 
 def rendered_markdown(name: str, values: Mapping[str, Any]) -> bytes:

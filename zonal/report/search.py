@@ -57,7 +57,7 @@ def write(directory: str | os.PathLike[str]) -> SearchPaths:
     with store.understood("report", folder):
         values = context(*(store.read_record(folder / name, SCHEMA, "report", advice) for name in names))
     paths = SearchPaths(folder / "report.html", folder / "report.md")
-    store.write_bytes(paths.html, page.rendered_html("search", values, values.pop("picture")))
+    store.write_bytes(paths.html, page.rendered_html("search", values))
     store.write_bytes(paths.markdown, page.rendered_markdown("search", values))
     return paths
 
@@ -87,7 +87,7 @@ def context(
             ("Training", table.settings(search["training"])),
             ("Versions and device", table.settings({**search["versions"], "device": machine, "made": made})),
         ],
-        "picture": picture(found),
+        "payload": picture(found),
     }
 
 
