@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zonal.evaluation.selection import capped
-from zonal.evaluation.statistics import Spread, spread
+from zonal.evaluation.statistics import Spread
 from zonal.report import formats
 from zonal.report.records import ComparisonData, Metrics, Run
-from zonal.report.row import Row
+from zonal.report.row import Row, spread_if_any
 
 NOT_LEARNED = "not trained far enough to compare"
 METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
@@ -50,10 +50,8 @@ def on_what_was_trained(data: ComparisonData, final: Metrics) -> float | None:
 
 def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
     """``on_what_was_trained`` over the seeds of an operator."""
-    found = [
-        number for run in runs if run.final is not None and (number := on_what_was_trained(data, run.final)) is not None
-    ]
-    return spread(found) if found else None
+    numbers = [on_what_was_trained(data, run.final) for run in runs if run.final is not None]
+    return spread_if_any([number for number in numbers if number is not None])
 
 
 def by_chance(data: ComparisonData) -> float:

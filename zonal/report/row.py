@@ -1,9 +1,9 @@
 """A row of the summary: one operator over its seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zonal.evaluation.statistics import Spread
+from zonal.evaluation.statistics import Spread, spread
 from zonal.report.records import Run
 
 
@@ -37,3 +37,8 @@ class Row:
     def value(self, metric: str) -> Spread | None:
         """The column called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
         return {"loss": self.loss, "accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}[metric]
+
+
+def spread_if_any(values: Sequence[float]) -> Spread | None:
+    """The mean and spread of one number over seeds; None where no seed has it."""
+    return spread(values) if values else None

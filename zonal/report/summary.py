@@ -16,7 +16,7 @@ from zonal.evaluation.statistics import Difference, Spread, difference_within_sp
 from zonal.report import fairness, formats, style
 from zonal.report.fairness import METRIC_NAMES, NOT_LEARNED, Flag
 from zonal.report.records import ComparisonData, Run
-from zonal.report.row import Row
+from zonal.report.row import Row, spread_if_any
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,14 @@ class Summary:
         return next(row for row in self.rows if row.operator == operator)
 
 
-def _spread(values: Sequence[float]) -> Spread | None:
-    return spread(values) if values else None
-
-
 def _over(runs: Sequence[Run], name: str) -> Spread | None:
     """A number of runs over seeds."""
-    return _spread([value for run in runs if (value := getattr(run, name)) is not None])
+    return spread_if_any([value for run in runs if (value := getattr(run, name)) is not None])
 
 
 def _final(runs: Sequence[Run], metric: str) -> Spread | None:
     """A number of their last evaluations over seeds."""
-    return _spread([value for run in runs if (value := run.value(metric)) is not None])
+    return spread_if_any([value for run in runs if (value := run.value(metric)) is not None])
 
 
 def _sweep(runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
@@ -100,8 +96,7 @@ def _slices(runs: Sequence[Run]) -> dict[str, dict[str, Spread]]:
             for key, value in values.items():
                 found.setdefault(name, {}).setdefault(key, []).append(value)
     return {
-        name: {key: total for key in sorted(values, key=slice_order) if (total := _spread(values[key]))}
-        for name, values in found.items()
+        name: {key: spread(values[key]) for key in sorted(values, key=slice_order)} for name, values in found.items()
     }
 
 
@@ -196,7 +191,7 @@ def summarise(data: ComparisonData) -> Summary:
     scored = [
         (-found.n, sign * found.mean, sum(run.steps_done for run in row.runs), index)
         for index, row in enumerate(rows)
-        if (found := _spread(list(_scores(data, row).values())))
+        if (found := spread_if_any(list(_scores(data, row).values())))
     ]
     by_score = [rows[index] for *_, index in sorted(scored)]
     ordered = [row for row in by_score if row.learned is not False]

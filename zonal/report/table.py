@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zonal.evaluation.efficiency import common_target, tokens_to
-from zonal.evaluation.statistics import Spread, spread
+from zonal.evaluation.statistics import Spread
 from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.fairness import NOT_LEARNED
 from zonal.report.records import Run
-from zonal.report.row import Row
+from zonal.report.row import Row, spread_if_any
 from zonal.report.summary import Summary, slice_order, tied
 
 R = TypeVar("R", Row, Run)
@@ -95,8 +95,7 @@ def target_loss(summary: Summary) -> float | None:
 
 def tokens_to_loss(row: Row, target: float) -> Spread | None:
     """Tokens of training until the held-out loss is at most the target, over seeds."""
-    found = [tokens for run in row.runs if (tokens := tokens_to(run.losses, target)) is not None]
-    return spread(found) if found else None
+    return spread_if_any([tokens for run in row.runs if (tokens := tokens_to(run.losses, target)) is not None])
 
 
 def _tokens(summary: Summary, row: Row, target: float) -> Cell:
@@ -240,7 +239,7 @@ def _examined(row: Row, name: str, slices: tuple[tuple[str, int | str], ...]) ->
         for cell in run.final.examined
         if tuple(cell.slices.items()) == slices and name in cell.values
     ]
-    return spread(values) if values else None
+    return spread_if_any(values)
 
 
 def learned(summary: Summary) -> Table:

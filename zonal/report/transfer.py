@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from zonal.evaluation.statistics import Spread, spread
+from zonal.evaluation.statistics import Spread
 from zonal.report import formats, glossary
 from zonal.report.published import PublishedRow, PublishedTable
 from zonal.report.records import Run, Transfer
-from zonal.report.row import Row
+from zonal.report.row import Row, spread_if_any
 from zonal.report.summary import Summary, slice_order
 from zonal.report.table import Cell, Table
 
@@ -20,7 +20,7 @@ def _cells(run: Run) -> tuple[Transfer, ...]:
 def over_seeds(row: Row, line: PublishedRow) -> Spread | None:
     """Accuracy of an operator over its seeds, in the mean over the cells that belong to a line."""
     found = [[cell.accuracy for cell in _cells(run) if line.has(cell.slices)] for run in row.runs]
-    return spread(means) if (means := [math.fsum(values) / len(values) for values in found if values]) else None
+    return spread_if_any([math.fsum(values) / len(values) for values in found if values])
 
 
 def _line(select: dict[str, int | str | list[int]]) -> PublishedRow:
