@@ -39,7 +39,8 @@ class Table:
 _METRIC_TITLES = {"accuracy": "Accuracy", "loss": "Loss", "bits_per_byte": "Bits per byte"}
 
 
-def _spread(total: Spread | None, best: bool) -> Cell:
+def spread_cell(total: Spread | None, best: bool) -> Cell:
+    """Mean and spread over seeds; a dash where there is none."""
     return Cell(formats.MISSING if total is None else formats.spread(total.mean, total.deviation), best=best)
 
 
@@ -155,7 +156,7 @@ def results(summary: Summary) -> Table:
 
     columns: list[tuple[str, Callable[[Row], Cell]]] = [("Operator", name)]
     for metric in metrics_of(summary):
-        columns.append((_METRIC_TITLES[metric], lambda row, of=metric: _spread(row.value(of), of in row.best)))
+        columns.append((_METRIC_TITLES[metric], lambda row, of=metric: spread_cell(row.value(of), of in row.best)))
     columns.append(("Behind the best", lambda row: _behind(summary, row)))
     if target is not None:
         columns.append((f"Tokens to loss {formats.number(target)}", lambda row: _tokens(summary, row, target)))
@@ -197,7 +198,7 @@ def slices(summary: Summary, name: str) -> Table:
 
     def accuracy(row: Row, key: str) -> Cell:
         value = found[row.operator].get(key)
-        return _spread(value, value is not None and len(summary.rows) > 1 and value.mean == top[key])
+        return spread_cell(value, value is not None and len(summary.rows) > 1 and value.mean == top[key])
 
     unit = {"pairs": "pairs", "length": "tokens"}.get(name, "")
     titles = {key: f"{glossary.slice_name(key)} {unit}".strip() for key in keys}
@@ -225,7 +226,7 @@ def examined(summary: Summary) -> list[tuple[str, Table]]:
         for row in _with_results(summary):
             ours = [_examined(row, name, column) for column in kept]
             if any(value is not None for value in ours):
-                rows.append((row.operator, (Cell(row.label), *(_spread(value, best=False) for value in ours))))
+                rows.append((row.operator, (Cell(row.label), *(spread_cell(value, best=False) for value in ours))))
         found.append((name, Table(("Operator", *(glossary.cell_name(dict(column)) for column in kept)), tuple(rows))))
     return found
 

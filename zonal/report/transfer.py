@@ -1,7 +1,7 @@
 """What finished runs reached on other tasks and at other lengths, beside what a paper prints."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread
@@ -10,7 +10,7 @@ from zonal.report.published import PublishedRow, PublishedTable
 from zonal.report.records import Run, Transfer
 from zonal.report.row import Row, spread_if_any
 from zonal.report.summary import Summary, slice_order
-from zonal.report.table import Cell, Table
+from zonal.report.table import Cell, Table, spread_cell
 
 
 def _cells(run: Run) -> tuple[Transfer, ...]:
@@ -77,16 +77,10 @@ def by_task(summary: Summary) -> Table:
     return Table(("", *(row.label for row in shown)), tuple(rows))
 
 
-def _ours(values: Iterable[Spread | None]) -> list[Cell]:
-    values = list(values)
+def _ours(values: Sequence[Spread | None]) -> list[Cell]:
     top = max((value.mean for value in values if value is not None), default=None)
     several = sum(value is not None for value in values) > 1
-    return [
-        Cell(formats.MISSING)
-        if value is None
-        else Cell(formats.spread(value.mean, value.deviation), best=several and value.mean == top)
-        for value in values
-    ]
+    return [spread_cell(value, value is not None and several and value.mean == top) for value in values]
 
 
 def tables(summary: Summary) -> list[tuple[str, Table]]:
