@@ -111,15 +111,11 @@ def bars(heads: Sequence[Head]) -> dict[str, dict[str, Any]]:
     for key in NUMBERS:
         with_it = [head for head in heads if key in head.numbers]
         if with_it:
-            most = (
-                max((head.numbers.get("size", 0.0) for head in with_it), default=0.0)
-                if key == "effective_rank"
-                else 0.0
-            )
+            sizes = [head.numbers.get("size", 0.0) for head in with_it] if key == "effective_rank" else [0.0]
             found[key] = {
                 "x": [head.name for head in with_it],
                 "y": [formats.short(head.numbers[key]) for head in with_it],
-                "most": most or None,
+                "most": max(sizes) or None,
             }
     return found
 
