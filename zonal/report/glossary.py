@@ -108,8 +108,6 @@ LEARNED_NAMES = {
     "eta": "η (output scale)",
     "gamma": "γ (step factor)",
     "ridge": "ridge (regulariser)",
-    "degrees": "degrees",
-    "temperature": "temperature",
     "rates": "decay per token",
     "factor": "factor of queries and keys",
 }
@@ -119,7 +117,7 @@ DIAGNOSTIC_NAMES = {
     "effective_rank": "Effective rank",
 }
 SLICE_NAMES = {
-    "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR",
+    "pairs": "number of key-value pairs", "length": "sequence length", "mqar": "MQAR",
     "system-prompt": "system prompt", "system-prompt-distractors": "system prompt, distractors",
     "tool-trace": "tool trace", "economy": "resource economy", "needle": "needle in a haystack", "two-hop": "two hops",
     "two-hop-written": "two hops, the first written out", "common-word": "common word", "common-value": "common value",
