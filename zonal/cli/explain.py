@@ -164,7 +164,10 @@ def tree() -> str:
 def _check(options: Explain) -> None:
     """Raises: ArgumentError for options that belong to another use of the command."""
     plain = Explain()
-    if options.look.model is None:
+    if options.tree:
+        others = replace(options, tree=False)
+        why = "does not apply to the tree of all mechanisms; leave it out with --tree"
+    elif options.look.model is None:
         others = replace(plain, look=options.look, run=options.run)
         alone = options.run == plain.run or options.run.gpus is not None
         why = "needs --model" if alone else "needs --model and --gpus"
@@ -183,15 +186,10 @@ def _check(options: Explain) -> None:
 
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
+    _check(options)
     if options.tree:
-        if (others := replace(options, tree=False)) != Explain():
-            raise ArgumentError(
-                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} does not apply "
-                "to the tree of all mechanisms; leave it out with --tree."
-            )
         print(tree())
         return 0
-    _check(options)
     model, page = options.look.model, None
     if model is None:
         found = explained(options)
