@@ -87,8 +87,6 @@ class Board:
                 self.runs[event.run] = run
                 if event.skipped and known is None:
                     self._at_start += self._weight(run.operator)
-            case _:
-                pass
 
     @property
     def current(self) -> list[RunBoard]:
@@ -262,12 +260,6 @@ class PlainDisplay:
         self._last = board.clock()
         self._say(heading)
 
-    def __enter__(self) -> "PlainDisplay":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
     def _say(self, text: str) -> None:
         print(text, flush=True)
         self._last = self.board.clock()
@@ -312,8 +304,6 @@ class PlainDisplay:
                 numbers = f", {held_out(_numbers(reached), board.metric)}" if reached else ""
                 why = f": {event.message}" if event.status == "failed" else "."
                 self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}{why}")
-            case _:
-                pass
 
     def _name(self, run: str) -> str:
         return f"{self.board.runs[run].label}, seed {self.board.runs[run].seed}"
@@ -333,10 +323,8 @@ def watching(metric: str, labels: dict[str, str], heading: str) -> Iterator[Call
     """A listener that shows what happens, for as long as the body runs. ``labels``: operator → its name for people."""
     board = Board(metric, labels)
     console = Console()
-    display = (
-        LiveDisplay(board, console, heading)
-        if console.is_terminal and sys.stdout.isatty()
-        else PlainDisplay(board, heading)
-    )
-    with display:
-        yield display
+    if console.is_terminal and sys.stdout.isatty():
+        with LiveDisplay(board, console, heading) as display:
+            yield display
+    else:
+        yield PlainDisplay(board, heading)
