@@ -194,37 +194,33 @@ class LiveDisplay:
         """The whole display as it stands."""
         board = self.board
         parts: list[RenderableType] = [Text(self.heading, style="bold")]
-        bars = Table.grid(padding=(0, 1))
         if board.planned is None and not board.runs:
             parts.append(Text(f"{board.phase} …"))
         elif board.rung is not None:
-            parts.append(Text(board.phase))
-            bar = ProgressBar(total=1.0, completed=board.rung.share, width=32)
-            bars.add_row("search", bar, f"{100 * board.rung.share:.0f} % of the most there may be")
-            self._runs(bars)
-            parts.append(bars)
+            words = f"{100 * board.rung.share:.0f} % of the most there may be"
+            parts += [Text(board.phase), self._bars("search", board.rung.share, words)]
         else:
             left = board.seconds_left()
             estimate = f", about {_rounded(left)} left" if left is not None else ""
             plan, done = board.planned, board.fraction()
             count = f"{board.ended()} of {plan.runs} runs done" if plan else f"{100 * done:.0f} %"
-            bar = ProgressBar(total=1.0, completed=done, width=32)
-            bars.add_row("all runs" if plan else "", bar, f"{count}{estimate}")
-            self._runs(bars)
-            parts.append(bars)
+            parts.append(self._bars("all runs" if plan else "", done, f"{count}{estimate}"))
         if len(board.labels) > 1 and board.planned:
             parts += [Text(), self._table()]
         parts.append(Text("Ctrl-C stops with a checkpoint; the same command resumes.", style="dim"))
         return Group(*parts)
 
-    def _runs(self, bars: Table) -> None:
-        """A bar for each run that is being trained."""
+    def _bars(self, name: str, done: float, words: str) -> Table:
+        """A bar for the whole, and one for each run that is being trained."""
+        bars = Table.grid(padding=(0, 1))
+        bars.add_row(name, ProgressBar(total=1.0, completed=done, width=32), words)
         for run in self.board.current:
             facts = [f"step {run.step:,} of {run.steps:,}"]
             facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
             facts += [f"held out: {held_out(run.held_out, self.board.metric)}"] if run.held_out else []
             bar = ProgressBar(total=max(1, run.steps), completed=run.step, width=32)
             bars.add_row(Text(f"{run.label}, seed {run.seed}"), bar, " · ".join(facts))
+        return bars
 
     def _table(self) -> Table:
         board = self.board
