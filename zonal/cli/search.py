@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from zonal.cli import parse
-from zonal.cli.app import parse_options
+from zonal.cli.app import read
 from zonal.cli.options import (
     STOPPED,
     RunOptions,
@@ -143,7 +143,7 @@ def _asked(search: Search) -> SearchOptions:
             f"search: {search.directory} was not started by `zonal search`. "
             "Resume it from Python: zonal.training.search.Search.open(...).run()."
         )
-    return parse_options(SearchOptions, "zonal search", DESCRIPTION, words[2:])
+    return read("search", words[2:])[0]
 
 
 def tell(result: SearchResult, search: Search) -> int:
