@@ -73,10 +73,7 @@ def save_checkpoint(
 
     Raises: InsufficientSpaceError when the disk is full; the previous checkpoint then still stands.
     """
-    tensors = _weights(model)
-    for name, parameter in model.named_parameters():
-        for key, value in optimiser.state.get(parameter, {}).items():
-            tensors[f"optimiser/{name}/{key}"] = value
+    tensors = state_of(model, optimiser)
     tensors["random/cpu"] = torch.get_rng_state()
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -91,6 +88,15 @@ def save_weights(path: Path, model: nn.Module, config: dict[str, Any], step: int
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"model/{name}": value for name, value in model.state_dict().items()}
+
+
+def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
+    """The tensors of model and optimiser by name, as this process holds them."""
+    tensors = _weights(model)
+    for name, parameter in model.named_parameters():
+        for key, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser/{name}/{key}"] = value
+    return tensors
 
 
 def header_of(config: dict[str, Any]) -> dict[str, Any]:

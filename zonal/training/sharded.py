@@ -300,7 +300,7 @@ class SeveralProcesses:
                 step = torch.zeros((), dtype=torch.float32, device=self.device)
                 moments = {name: torch.zeros_like(parameter).detach() for name in ("exp_avg", "exp_avg_sq")}
                 optimiser.state[parameter] = {"step": step, **moments}
-        state = _state(model, optimiser)
+        state = checkpoints.state_of(model, optimiser)
         shards.load(path, state, self._files)
         if self.any(any(x.is_floating_point() and not bool(_local(x).isfinite().all()) for x in state.values())):
             raise FileFormatError(
@@ -316,7 +316,7 @@ class SeveralProcesses:
             self.first(lambda: remove_parts(folder / shards.SHARDS))
             self._writer = shards.Writer(folder, self._files)
         written = self._writer.settle()
-        self._writer.begin(_state(model, optimiser), progress, config)
+        self._writer.begin(checkpoints.state_of(model, optimiser), progress, config)
         return written
 
     def settle(self) -> list[Written]:
@@ -344,15 +344,6 @@ def _local(x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _state(model: LanguageModel, optimiser: Optimizer) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, as they are held here."""
-    found = {f"model/{name}": value for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimiser.state.get(parameter, {}).items():
-            found[f"optimiser/{name}/{key}"] = value
-    return found
 
 
 Processes = OneProcess | SeveralProcesses
