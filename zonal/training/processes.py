@@ -24,15 +24,6 @@ SHARDS = "checkpoints"
 """The folder of a run with the checkpoints of several processes."""
 
 
-class Restored(NamedTuple):
-    """Where a run stood, and the states of torch's random numbers by kind of device; none where the run's seed gives
-    them.
-    """
-
-    progress: Progress
-    random_states: dict[str, torch.Tensor]
-
-
 class Written(NamedTuple):
     """A checkpoint that is in place."""
 
@@ -113,9 +104,13 @@ class OneProcess:
             )
         return (folder / checkpoints.FILE).exists()
 
-    def restore(self, folder: Path, model: LanguageModel, optimiser: Optimizer, config: dict[str, Any]) -> Restored:
-        """Read the last checkpoint into model and optimiser. Raises: FileFormatError, see ``load_checkpoint``."""
-        return Restored(*checkpoints.load_checkpoint(folder / checkpoints.FILE, model, optimiser, config))
+    def restore(
+        self, folder: Path, model: LanguageModel, optimiser: Optimizer, config: dict[str, Any]
+    ) -> tuple[Progress, dict[str, torch.Tensor]]:
+        """Read the last checkpoint into model and optimiser; returns what ``load_checkpoint`` does, without random
+        states where the run's seed gives them. Raises: FileFormatError.
+        """
+        return checkpoints.load_checkpoint(folder / checkpoints.FILE, model, optimiser, config)
 
     def save(
         self, folder: Path, model: LanguageModel, optimiser: Optimizer, progress: Progress, config: dict[str, Any]

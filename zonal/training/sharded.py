@@ -31,7 +31,7 @@ from zonal.training import shards
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.environment import remove_parts
-from zonal.training.processes import OneProcess, Restored, Written, recompute_blocks
+from zonal.training.processes import OneProcess, Written, recompute_blocks
 from zonal.training.step import autocast, split
 
 _PATIENCE = datetime.timedelta(seconds=5)
@@ -290,7 +290,9 @@ class SeveralProcesses:
             )
         return found is not None
 
-    def restore(self, folder: Path, model: LanguageModel, optimiser: Optimizer, config: dict[str, Any]) -> Restored:
+    def restore(
+        self, folder: Path, model: LanguageModel, optimiser: Optimizer, config: dict[str, Any]
+    ) -> tuple[Progress, dict[str, Tensor]]:
         path = shards.newest(folder)
         assert path is not None
         progress, files = shards.read_index(path, config)
@@ -306,7 +308,7 @@ class SeveralProcesses:
             raise FileFormatError(
                 f"train: {path} does not fit: it holds NaN or infinity. Remove it to go on from the one before."
             )
-        return Restored(progress, {})
+        return progress, {}
 
     def save(
         self, folder: Path, model: LanguageModel, optimiser: Optimizer, progress: Progress, config: dict[str, Any]
