@@ -31,7 +31,7 @@ def write_pages(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def _check_kind(folder: Path) -> None:
-    if not any((folder / name).is_file() for name in ("search.json", "comparison.json")):
+    if not any((folder / name).is_file() for name in SETTINGS):
         raise FileFormatError(
             f"report: {folder} has no comparison.json and no search.json. "
             "Required: a folder that `zonal compare` or `zonal search` wrote."
