@@ -277,24 +277,20 @@ def picture(found: Mapping[str, Any]) -> dict[str, Any]:
     walked = {frozenset((each["current"], each["chosen"])) for each in found["rounds"] if each["accepted"]}
     visited = {0, *(each["chosen"] for each in found["rounds"] if each["accepted"])}
     most = max((rung["steps"] for regime in regimes for rung in regime["rungs"]), default=0)
-    drawn = [index for index, regime in enumerate(regimes) if _last(regime)]
+    drawn = {index: rung for index, regime in enumerate(regimes) if (rung := _last(regime))}
     place = {index: position for position, index in enumerate(drawn)}
     # regimes at one distance stand side by side, so that their lines can be told apart
     beside: Counter[int] = Counter()
     nodes = []
-    for index in drawn:
-        regime, rung = regimes[index], _last(regimes[index])
-        assert rung is not None
-        step = distance.get(index, 0)
+    for index, rung in drawn.items():
+        label, step = regimes[index]["label"], distance.get(index, 0)
         shift = (0.0, 0.16, -0.16, 0.32, -0.32)[beside[step] % 5]
         beside[step] += 1
         nodes.append(
             {
                 "x": step + (shift if step else 0.0), "y": rung["cost"]["mean"], "sd": rung["cost"]["deviation"],
                 "last": rung["steps"] == most, "winner": index == found["winner"], "visited": index in visited,
-                "text": (
-                    f"<b>{_escaped(regime['label'])}</b><br>{_cost(rung)} after {formats.count(rung['steps'])} steps"
-                ),
+                "text": f"<b>{_escaped(label)}</b><br>{_cost(rung)} after {formats.count(rung['steps'])} steps",
             }
         )  # fmt: skip
     lines = [
