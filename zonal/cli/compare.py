@@ -235,7 +235,7 @@ def print_summary(summary: report.Summary) -> None:
     print()
 
 
-def exit_code(result: ComparisonResult, directory: Path, jobs: int | str = 1) -> int:
+def exit_code(result: ComparisonResult, directory: Path, jobs: int | str) -> int:
     """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do.
 
     jobs: how many runs there were at a time, or "ray". The comparison does not store it, so the line repeats it.
