@@ -124,7 +124,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
             for operator, runs in drawn.items()
             if any(layer.get("kernel_curve") for run in runs for layer in run.learned)
         ],
-        "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
+        "diagnosed": table.diagnostics(seen),
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),

@@ -280,16 +280,14 @@ def _numbers(value: Any) -> str | None:
     return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
 
 
-def diagnostics(found: Sequence[tuple[str, str, Diagnostics]]) -> Table:
-    """What is inside the memories, by layer, from (operator, label, diagnostics): the worst head for the first two,
-    means after them.
-    """
+def diagnostics(found: Sequence[tuple[Row, Diagnostics]]) -> Table:
+    """What is inside the memories, by layer: the worst head for the first two, means after them."""
     quantities = ("Smallest eigenvalue", "Condition", "Effective rank", "Largest |eigenvalue|", "Median leverage")
     rows = []
-    for operator, label, about in found:
+    for row, about in found:
         for layer in dict.fromkeys(head.layer for head in about.heads):
             heads = [head for head in about.heads if head.layer == layer]
-            rows.append((operator, (Cell(label), Cell(str(layer)), *_diagnosed(heads))))
+            rows.append((row.operator, (_name(row), Cell(str(layer)), *_diagnosed(heads))))
     return Table(("Operator", "Layer", *quantities, "Capacity"), tuple(rows))
 
 
