@@ -256,6 +256,12 @@ class PlainDisplay:
         self._last = board.clock()
         self._say(heading)
 
+    def __enter__(self) -> "PlainDisplay":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
     def _say(self, text: str) -> None:
         print(text, flush=True)
         self._last = self.board.clock()
@@ -319,8 +325,10 @@ def watching(metric: str, labels: dict[str, str], heading: str) -> Iterator[Call
     """A listener that shows what happens, for as long as the body runs. ``labels``: operator → its name for people."""
     board = Board(metric, labels)
     console = Console()
-    if console.is_terminal and sys.stdout.isatty():
-        with LiveDisplay(board, console, heading) as display:
-            yield display
-    else:
-        yield PlainDisplay(board, heading)
+    display = (
+        LiveDisplay(board, console, heading)
+        if console.is_terminal and sys.stdout.isatty()
+        else PlainDisplay(board, heading)
+    )
+    with display:
+        yield display
