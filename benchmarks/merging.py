@@ -24,7 +24,7 @@ from benchmarks import common, merging_page
 from zonal.data.images import FASHION_MNIST, Images, fashion_mnist
 from zonal.models import VisionConfig, VisionEncoder
 from zonal.nn import Merged, MergeSchedule
-from zonal.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from zonal.training.checkpoint import Progress, load_checkpoint, save_checkpoint, set_random_states
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.schedule import learning_rate
 from zonal.training.step import clip_gradient
@@ -88,11 +88,10 @@ def train(name: str, images: Images, sizes: Sizes, folder: Path, every: int = 10
         }
     }
     path = folder / f"{name.replace(' ', '-')}.safetensors"
-    progress = (
-        load_checkpoint(path, model, optimiser, identity)
-        if path.exists()
-        else Progress(threads=torch.get_num_threads())
-    )
+    progress = Progress(threads=torch.get_num_threads())
+    if path.exists():
+        progress, random_states = load_checkpoint(path, model, optimiser, identity)
+        set_random_states(random_states, images.pixels.device)
     while progress.step < sizes.steps:
         start = time.perf_counter()
         rows = rows_of(progress.step, sizes, len(images))
