@@ -43,7 +43,8 @@ from zonal.hf.pretrained import check_files, check_loaded, readable
 from zonal.nn import rewa
 
 _CACHES = ("keys", "memory")
-# the Auto classes of models, which all load converted ones; to ask whether a mapping is empty reads every config
+# the Auto classes of models, which all load converted ones; "is not None", for whether a mapping is empty is only known
+# once the config of every model has been imported
 _AUTO = [
     auto
     for auto in vars(modeling_auto).values()

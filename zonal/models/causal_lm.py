@@ -280,6 +280,8 @@ class CausalLM(LanguageModel):
             memory: what the model has read before ``tokens``. It is not changed.
 
         Yields: (B,), the next token of each row, −1 for finished rows. Ends when all rows are finished.
+
+        Raises: ArgumentError at once; NonFiniteError for logits that are NaN or infinite, at the token they are for.
         """
         if max_new_tokens < 0:
             raise ArgumentError(f"generate: max_new_tokens must not be negative, received {max_new_tokens}.")

@@ -25,7 +25,7 @@ class Sampler:
         top_p: draw only from the smallest set of most likely tokens whose probability reaches p.
 
     Raises:
-        ArgumentError: a number is outside its range, or none.
+        ArgumentError: an argument is no number, or outside its range.
     """
 
     temperature: float = 1.0
@@ -69,7 +69,7 @@ class Sampler:
         """
         if not (logits < math.inf).all():
             raise NonFiniteError(
-                "generate: the logits of the next token must be numbers below infinity, and some are NaN or infinite. "
+                "generate: the logits of the next token must be numbers below infinity, received NaN or infinity. "
                 "Look at the weights of the model and its memory, and try float32."
             )
         if self.temperature == 0:

@@ -54,9 +54,11 @@ def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
     return spread_if_any([number for number in numbers if number is not None])
 
 
-def by_chance(data: ComparisonData) -> float:
-    """How far a guess may come above its expected accuracy g by chance: two standard errors over the n answers of an
-    evaluation, 2 √(g (1 − g) / n), as if each were guessed by itself. 0 for a loss, and where n is not known.
+def chance_margin(data: ComparisonData) -> float:
+    """How far the accuracy of a guess may lie above its mean g by chance: two standard errors, 2 √(g (1 − g) / n).
+
+    n counts all answers of an evaluation, as if each were guessed independently; where answers of one sequence depend
+    on each other, or only a part of them was trained, chance gives more. 0 for a loss, and where n is not known.
     """
     counts = [run.final.positions for run in data.runs if run.final is not None and run.final.positions]
     if data.guess is None or not data.higher_is_better or not counts:
@@ -65,12 +67,12 @@ def by_chance(data: ComparisonData) -> float:
 
 
 def learned(data: ComparisonData, number: float | None) -> bool | None:
-    """Whether a number on what was trained is better than a guess and chance. None where one of them is not known, and
-    where a guess is always right: with one pair, naming the only value is the task.
+    """Whether a number on what was trained is better than a guess by more than ``chance_margin``. None where one of
+    them is not known, and where a guess is always right: with one pair, naming the only value is the task.
     """
     if data.guess is None or number is None or (data.higher_is_better and data.guess.value >= 1):
         return None
-    return number > data.guess.value + by_chance(data) if data.higher_is_better else number < data.guess.value
+    return number > data.guess.value + chance_margin(data) if data.higher_is_better else number < data.guess.value
 
 
 def flags(data: ComparisonData, rows: Sequence[Row]) -> tuple[Flag, ...]:
@@ -108,9 +110,9 @@ def _specs(rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _guess(data: ComparisonData) -> str:
     assert data.guess is not None
-    chance = by_chance(data)
-    error = f" ± {formats.number(chance)} by chance" if chance else ""
-    return f"no better than a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)}{error})"
+    margin = chance_margin(data)
+    chance = f" ± {formats.number(margin)} by chance" if margin else ""
+    return f"no better than a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)}{chance})"
 
 
 def _not_learned(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:

@@ -7,6 +7,7 @@ and are started in order as one of the ``jobs`` becomes free, with ``end`` for e
 n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one second.
 """
 
+import bisect
 import heapq
 import math
 import time
@@ -37,7 +38,6 @@ WORKER_SECONDS = 4.0
 _MEASURED_SECONDS = 0.5
 _LEAST_UPDATES, _MOST_UPDATES = 3, 20
 _MEASURED_BATCHES = 3
-_FEW_STEPS = 100
 
 
 class SmallBudgetError(ArgumentError):
@@ -170,10 +170,14 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
         return StepPlan(most, timings, estimate(spec, timings, most, jobs))
     left = spec.budget_seconds * SAFETY - spent
     least = min(10, most)
-    # ten evaluations a run, rounded: where there are few steps, more of them may have fewer evaluations and take less
-    few = min(_FEW_STEPS, most)
-    low = max((n for n in range(least, few + 1) if estimate(spec, timings, n, jobs) <= left), default=0)
-    if not low:
+
+    def fits(steps: int) -> bool:
+        return estimate(spec, timings, steps, jobs) <= left
+
+    # up to 100 steps each is tried: a run of more steps may have fewer evaluations, and take less time
+    few = range(least, min(100, most) + 1)
+    low = max(filter(fits, few), default=None)
+    if low is None:
         needed = math.ceil((spent + estimate(spec, timings, least, jobs)) / SAFETY)
         runs = len(spec.operators) * spec.runs_each
         raise SmallBudgetError(
@@ -182,11 +186,6 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
             "smaller batch, or a smaller model.",
             needed,
         )
-    high = most if low == few else low
-    while low < high:
-        middle = (low + high + 1) // 2
-        if estimate(spec, timings, middle, jobs) <= left:
-            low = middle
-        else:
-            high = middle - 1
+    if low == few[-1]:  # more steps take longer from here on
+        low += bisect.bisect_left(range(low + 1, most + 1), True, key=lambda steps: not fits(steps))
     return StepPlan(low, timings, estimate(spec, timings, low, jobs))

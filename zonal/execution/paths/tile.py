@@ -23,6 +23,7 @@ from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 Kind = Literal["row", "count", "raw"]
 _KINDS = get_args(Kind)
 _FAR = 1e30
+"""An end of a domain at infinity, in source text, which has no literal for it. In float32, also times log2(e)."""
 
 
 def kind_of(call: Call) -> Kind:
@@ -137,7 +138,7 @@ def code_of(link: Link) -> Formula | None:
 
 def _with_domain(link: Link) -> Formula | None:
     formula, domain = link.formula, link.domain
-    if domain is not None:  # as numbers in source text, where infinity is none; no score comes near the ends
+    if domain is not None:
         domain = float(max(domain[0], -_FAR)), float(min(domain[1], _FAR))
     return None if formula is None else replace(formula, domain=domain)
 
