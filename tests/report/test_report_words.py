@@ -3,7 +3,7 @@
 import pytest
 
 from zonal import mechanisms
-from zonal.report import commands, formats, style
+from zonal.report import commands, formats, style, table
 
 
 @pytest.mark.parametrize(
@@ -186,3 +186,22 @@ def test_commands_of_underscores_do_not_contradict_themselves():
 def test_a_foreign_command_is_left_alone():
     assert commands.row_command("python my_script.py --x 1", "sko", 0.1, 3) == "python my_script.py --x 1"
     assert commands.fixed_command("it's broken", 3) == "it's broken"
+
+
+def test_settings_have_a_row_each_and_so_has_a_list_of_records_with_the_same_fields():
+    shapes = [{"kind": "mqar", "length": 64}, {"kind": "needle", "length": 512}]
+    nested = {"stages": [{"start": 0, "shapes": shapes}], "betas": [0.9, 0.95], "clip": None, "none": []}
+    assert table.settings(nested) == [
+        ("stages[0].start", "0"),
+        ("stages[0].shapes (kind, length)", "mqar 64; needle 512"),
+        ("betas", "0.9, 0.95"),
+        ("clip", "–"),
+        ("none", ""),
+    ]
+    uneven = {"shapes": [{"kind": "mqar", "length": 64}, {"kind": "needle"}, 3]}
+    assert table.settings(uneven) == [
+        ("shapes[0].kind", "mqar"),
+        ("shapes[0].length", "64"),
+        ("shapes[1].kind", "needle"),
+        ("shapes[2]", "3"),
+    ]

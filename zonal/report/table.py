@@ -347,24 +347,30 @@ def unfinished(summary: Summary) -> Table:
 
 
 def settings(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested mapping as flat (name, value) rows in its own order."""
+    """A nested mapping as flat (name, value) rows in its own order; a list of records with the same fields is one."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             rows += settings(value, f"{name}.")
-        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-            for index, item in enumerate(value):
-                rows += (
-                    settings(item, f"{name}[{index}].")
-                    if isinstance(item, Mapping)
-                    else [(f"{name}[{index}]", str(item))]
-                )
-        elif isinstance(value, list | tuple):
-            rows.append((name, ", ".join(str(item) for item in value)))
-        else:
+        elif not isinstance(value, list | tuple):
             rows.append((name, formats.MISSING if value is None else str(value)))
+        elif fields := _fields(value):
+            records = (" ".join(str(item[field]) for field in fields) for item in value)
+            rows.append((f"{name} ({', '.join(fields)})", "; ".join(records)))
+        elif any(isinstance(item, Mapping) for item in value):
+            rows += settings({f"{name}[{index}]": item for index, item in enumerate(value)})
+        else:
+            rows.append((name, ", ".join(str(item) for item in value)))
     return rows
+
+
+def _fields(items: Sequence[object]) -> tuple[str, ...]:
+    """The fields of a list of records that all have the same ones, each with a single value; () for any other list."""
+    records = [item for item in items if isinstance(item, Mapping)]
+    fields = {tuple(record) for record in records}
+    nested = any(isinstance(value, Mapping | list | tuple) for record in records for value in record.values())
+    return fields.pop() if len(fields) == 1 and len(records) == len(items) and not nested else ()
 
 
 def device(values: Mapping[str, object]) -> str:
