@@ -1,5 +1,8 @@
 """KeyValues: what is shared and what is not, windows, and what the attention entry takes from it."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -7,7 +10,8 @@ import zonal
 from zonal import mechanisms as m
 from zonal import prior
 from zonal.errors import ArgumentError, PathError
-from zonal.memory import KeyValues, Memory
+from zonal.memory import KeyValues, Memory, keys
+from zonal.memory.tokens import Tokens
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,6 +43,22 @@ def test_a_second_continuation_gets_its_own_room() -> None:
     assert not torch.equal(left.tokens[0], right.tokens[0])
     assert torch.equal(again.tokens[0][:, :, :6], left.tokens[0])
     assert torch.equal(right.tokens[0][:, :, 5:], draw(1, 2, 1, 4, seed=2))
+
+
+def test_threads_that_go_on_from_one_memory_get_their_own_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both took the same room, so that one read the keys of the other."""
+    memory = step(step(Memory.empty(m.softmax(), 1, 2, 4, 3), 0, 5), 1)
+    both, write = threading.Barrier(2, timeout=60), keys._write
+
+    def together(place: Tokens, tokens: Tokens) -> None:
+        both.wait()
+        write(place, tokens)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(keys, "_write", together)
+        found = list(threads.map(lambda seed: step(memory, seed), (2, 3)))
+    for seed, after in zip((2, 3), found, strict=True):
+        assert torch.equal(after.tokens[0][:, :, 6:], draw(1, 2, 1, 4, seed=seed))
 
 
 def test_appending_leaves_graphs_valid() -> None:

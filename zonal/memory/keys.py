@@ -1,5 +1,6 @@
 """KeyValues: all keys and values, for any operator. Grows with the tokens; a window keeps it short."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -22,6 +23,7 @@ from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
 _FIRST_ROOM = 64
+_TAKING = threading.Lock()
 
 
 class _Buffer:
@@ -33,6 +35,16 @@ class _Buffer:
     def __init__(self, room: Tokens, used: int) -> None:
         self.room = room
         self.used = used
+
+    def taken(self, start: int, stop: int) -> bool:
+        """Whether the room from ``start`` to ``stop`` now belongs to the caller. It does once: threads may append to
+        one memory at the same time.
+        """
+        with _TAKING:
+            free = self.used == start and stop <= self.room.length
+            if free:
+                self.used = stop
+        return free
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,11 +104,10 @@ class KeyValues(Memory):
             buffer, begin, end = _Buffer(held, held.length), begin - self.begin, held.length
             return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)
         alike = all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
-        if not (alike and buffer.used == self.end and end <= buffer.room.length):
+        if not (alike and buffer.taken(self.end, end)):
             keep = min(begin, self.end)
             buffer, begin, end = _grown(self.buffer.room.span(keep, self.end), tokens), begin - keep, end - keep
         _write(buffer.room.span(end - tokens.length, end), tokens)
-        buffer.used = end
         return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)
 
     @property
@@ -341,7 +352,9 @@ def _no_tokens(operator: Operator, form: Form) -> Tokens:
 
 
 def _grown(held: Tokens, tokens: Tokens) -> _Buffer:
-    """A fresh buffer with twice the room, which holds ``held``; entries that only the new tokens have are filled in."""
+    """A buffer with twice the room, which holds ``held`` and has taken the place of the new tokens; entries that only
+    these have are filled in for the others.
+    """
     n = held.length
     room = max(_FIRST_ROOM, 2 * n, n + tokens.length)
 
@@ -354,7 +367,7 @@ def _grown(held: Tokens, tokens: Tokens) -> _Buffer:
     for x, y, fill in zip(target, held, (0, 0, True, 0, 0), strict=True):
         if x is not None:
             x.copy_(y.detach()) if y is not None else x.fill_(fill)
-    return _Buffer(whole, n)
+    return _Buffer(whole, n + tokens.length)
 
 
 def _write(place: Tokens, tokens: Tokens) -> None:
