@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -119,11 +120,21 @@ def test_json_errors(tmp_path: Path) -> None:
     assert not (tmp_path / "nan.json").exists()
 
 
-def test_written_files_are_readable_by_others(tmp_path: Path) -> None:
-    store.write_json(tmp_path / "x.json", {"ü": [1, 2]})
-    umask = os.umask(0)
-    os.umask(umask)
-    assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o666 & ~umask
+def test_written_files_are_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask belongs to all threads: one that reads it by changing it takes away the others' for good."""
+    umask = os.umask(0o026)
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            store.write_json(tmp_path / "x.json", {"ü": [1, 2]})
+            store.save_tensors(tmp_path / "x.safetensors", {"x": torch.ones(2)}, {"kind": "x"})
+            with store.staged_folder(tmp_path / "folder") as staging:
+                (staging / "y").touch()
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("x.json", "x.safetensors", "folder")] == [
+        0o640, 0o640, 0o751,
+    ]  # fmt: skip
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"ü": [1, 2]}
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import zlib
@@ -34,21 +35,15 @@ Entry = TypeVar("Entry")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def _umask() -> int:
-    """What the process leaves out of the rights of new files. Temporary ones are private, results are not."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
-
-
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write into: it takes the place of ``target`` when the body ends, and vanishes when
     the body fails.
     """
-    with _held_beside(target) as staging:
+    with _held_beside(target) as folder:
+        staging = folder / target.name
+        staging.mkdir()  # with the rights of new folders, which the temporary one does not have
         yield staging
-        staging.chmod(0o777 & ~_umask())
         os.replace(staging, target)
 
 
@@ -59,10 +54,12 @@ def _temporary_beside(path: Path, over: bool = True) -> Iterator[Path]:
     """
     with _held_beside(path) as folder:
         temporary = folder / path.name
+        temporary.touch()
+        rights = stat.S_IMODE(temporary.stat().st_mode)  # of new files, which the one of safetensors does not have
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, rights)
         if not over:
             try:
                 os.link(temporary, path)
