@@ -97,6 +97,8 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: i
 def session(workers: int | None, threads: int) -> Iterator[None]:
     """Ray, for as long as the body runs: the caller's session where there is one, else the cluster that RAY_ADDRESS
     names ("auto": that of this machine), else one of this machine with ``workers`` times ``threads`` cores (None: all).
+
+    Raises: ZonalError where no cluster answers at RAY_ADDRESS.
     """
     # nothing is told to anybody; a worker without a share of a GPU still sees what this process sees
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
@@ -108,7 +110,16 @@ def session(workers: int | None, threads: int) -> Iterator[None]:
         there = os.environ.get("RAY_ADDRESS")
         # what a cluster has of its own is not asked for again
         wanted = {} if there else {"include_dashboard": False, "num_cpus": workers and workers * threads}
-        ray.init(address=there or "local", log_to_driver=False, logging_level=logging.ERROR, **wanted)
+        try:
+            ray.init(address=there or "local", log_to_driver=False, logging_level=logging.ERROR, **wanted)
+        except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
+            if not there:
+                raise
+            reason = str(error).partition("\n")[0].rstrip(" .")
+            raise ZonalError(
+                f"workers: no Ray cluster answers at RAY_ADDRESS={there} ({reason}). Start one "
+                "there with `ray start --head`, correct RAY_ADDRESS, or remove it to use this machine alone."
+            ) from error
     try:
         yield
     finally:
@@ -139,8 +150,9 @@ def tasks(
     """(Number of the item, ``function`` of it) for each item, by tasks of the Ray session. Tasks whose process or
     machine is lost are started again.
 
-    cores: that a task takes. at_once: tasks at most; None: twice as many as there are cores for. in_order: in the order
-    of the items rather than as they are done. should_stop: asked often; True ends all, and running tasks are stopped.
+    cores: that a task takes, or all of the largest machine that has fewer. at_once: tasks at most; None: twice as many
+    as there are cores for. in_order: in the order of the items rather than as they are done. should_stop: asked often;
+    True ends all, and running tasks are stopped.
 
     Raises: ZonalError for an item whose processes died again and again; errors of this library that ``function``
     raised.
@@ -148,6 +160,9 @@ def tasks(
     import ray  # pyright: ignore[reportMissingImports]
     import ray.exceptions  # pyright: ignore[reportMissingImports]
 
+    # a task that no machine has cores for would wait without end
+    most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    cores = min(cores, most or cores)
     remote: Any = ray.remote(num_cpus=cores, max_retries=RETRIES)(_called)
     limit = at_once or 2 * slots(cores)
     waiting = deque(enumerate(items))
