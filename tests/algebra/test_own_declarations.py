@@ -47,6 +47,15 @@ def test_priors_are_not_added(base: type) -> None:
         type("_Mine", (base,), {})
 
 
+@pytest.mark.parametrize(
+    ("base", "name"), [(link.Link, "log_space"), (anchor.Anchor, "family"), (anchor.Anchor, "top")]
+)
+def test_what_kernels_read_is_not_declared(base: type, name: str) -> None:
+    """A link that said log_space was passed over for exp; such anchors failed inside of the planner and tiles."""
+    with pytest.raises(ArgumentError, match=rf"class Mine: {name} says which kernels compute a {base.slot}"):
+        type("Mine", (base,), {name: True})
+
+
 @pytest.mark.parametrize("evidence", [link.Exp(), link.SquaredAffine()])
 def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.Link) -> None:
     operator = zonal.Operator(score.Cosine(temperature=1.0), evidence, Quiet())
@@ -71,6 +80,19 @@ def test_a_declaration_is_a_dataclass() -> None:
 
     with pytest.raises(ArgumentError, match=r"class Plain must be a frozen dataclass"):
         zonal.Operator(link=Plain())
+
+
+@pytest.mark.parametrize("value", [1.0, torch.tensor(1.0)])
+def test_own_numbers_have_an_axis_of_heads(value: object) -> None:
+    """They failed with an AttributeError, or in a layer with an IndexError."""
+
+    @dataclass(frozen=True)
+    class Scaled(link.Link):
+        def initial(self) -> dict[str, Tensor]:
+            return {"by": value}  # type: ignore[dict-item]
+
+    with pytest.raises(ArgumentError, match=r"initial\(\) and fixed\(\) of Scaled must give .* received by="):
+        zonal.Operator(score.Cosine(), Scaled(), anchor.Count())
 
 
 def test_an_own_score_has_its_own_gradients() -> None:

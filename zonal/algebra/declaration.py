@@ -78,6 +78,8 @@ class Declaration:
     """
     later: ClassVar[tuple[str, ...]] = ()
     """Fields added after the first files were written: ``config()`` omits them at their default."""
+    reserved: ClassVar[tuple[str, ...]] = ()
+    """Names that say which kernels compute a part of the library, and that a user's class leaves alone."""
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
@@ -150,7 +152,9 @@ def _of_library(kind: type) -> bool:
 
 
 def _refuse_base(kind: type[Declaration]) -> None:
-    """Raise ArgumentError for a user's subclass of anything but the bases of scores, links, anchors and maps."""
+    """Raise ArgumentError for a user's subclass of anything but the bases of scores, links, anchors and maps, and for
+    one that has a reserved name.
+    """
     for base in kind.__mro__[1:]:
         if not (_of_library(base) and issubclass(base, Declaration)) or base is Declaration:
             continue
@@ -166,6 +170,12 @@ def _refuse_base(kind: type[Declaration]) -> None:
                 f"compute {base.__name__} itself, and would not see what {kind.__name__} changes. Derive the class "
                 f"from {root.__name__} instead."
             )
+    taken = [name for name in kind.reserved if name in vars(kind)]
+    if taken:
+        raise ArgumentError(
+            f"class {kind.__name__}: {taken[0]} says which kernels compute a {kind.slot} of the library, and "
+            f"these would not see what {kind.__name__} computes. Leave it out, or choose another name for a field."
+        )
 
 
 def from_config(config: Mapping[str, Any], slot: str) -> Declaration:

@@ -126,6 +126,13 @@ class Operator(nn.Module):
         self.qk_dim = qk_dim
         start = {slot: part.initial() for slot, part in self._parts()}
         drawn = {slot: part.fixed() for slot, part in self._parts()}
+        for slot, part in self._parts():
+            for key, value in (start[slot] | drawn[slot]).items():
+                if not isinstance(value, Tensor) or not value.ndim:
+                    raise ArgumentError(
+                        f"Operator: initial() and fixed() of {type(part).__name__} must give tensors whose first axis "
+                        f"runs over heads, received {key}={value!r}. One row, as torch.ones(1) is, serves all heads."
+                    )
         self._learned = {slot: tuple(values) for slot, values in start.items()}
         self._fixed = {slot: tuple(values) for slot, values in drawn.items()}
         self._kv_rows = {slot: frozenset(part.kv_rows) for slot, part in self._parts()}

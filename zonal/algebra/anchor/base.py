@@ -102,6 +102,7 @@ class Anchor(Declaration, abstract=True):
     """
 
     slot = "anchor"
+    reserved = ("family", "reduction", "top", "shifts", "by_query", "window")
     family: ClassVar[Literal["sums", "ridge", "window", "plan", "tree", ""]] = ""
     reduction: ClassVar[Literal["row", "count", "raw", "ridge", None]] = None
     solves: ClassVar[bool] = False

@@ -22,7 +22,8 @@ NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 class Link(Declaration, abstract=True):
     """Base of links: evidence l(x) of scores x (B, H, T, S), elementwise. A subclass gives at least ``value``.
 
-    domain: where l is defined, None = everywhere. log_space: kernels keep log l. linear: l(x) = x.
+    domain: where l is defined, None = everywhere. log_space: l(x) = exp(x), of which kernels keep the logarithm, x;
+    for ``Exp`` alone. linear: l(x) = x.
     positive: whether l(x) >= 0 on the whole domain. degree: that of the polynomial, None when l is none.
     lowest_degree: the smallest power of x that the polynomial may have. operations: elementwise passes over a tile for
     one evaluation, for the planner. formula: the link as C++ and Triton expressions for the compiled kernels, None =
@@ -30,6 +31,7 @@ class Link(Declaration, abstract=True):
     """
 
     slot = "link"
+    reserved = ("log_space",)
     domain: ClassVar[tuple[float, float] | None] = None
     log_space: ClassVar[bool] = False
     linear: ClassVar[bool] = False
