@@ -56,6 +56,74 @@ def test_what_kernels_read_is_not_declared(base: type, name: str) -> None:
         type("Mine", (base,), {name: True})
 
 
+@dataclass(frozen=True)
+class Homogeneous(score.Score):
+    """The dot product of vectors with ones appended."""
+
+    bilinear = True
+
+    def prepare_query(self, q: Tensor, params: score.Params, scale: float | None) -> Tensor:
+        return torch.nn.functional.pad(q, (0, 1), value=1.0)
+
+    def prepare_key(self, k: Tensor, params: score.Params) -> Tensor:
+        return torch.nn.functional.pad(k, (0, 1), value=1.0)
+
+
+@dataclass(frozen=True)
+class Wide(score.Score):
+    """The same, which says how many numbers it makes."""
+
+    bilinear = True
+    prepare_query, prepare_key = Homogeneous.prepare_query, Homogeneous.prepare_key
+
+    def width(self, dim: int) -> int:
+        return dim + 1
+
+
+def test_a_score_says_how_many_numbers_it_makes() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    silent, told = (zonal.Operator(one, link.Identity(), anchor.Raw()) for one in (Homogeneous(), Wide()))
+    refused = (
+        r"score Homogeneous: width\(4\) must say how many.* It says 4, and .* of 5\. Give the class a method width"
+    )
+    for path in ("auto", "dense", "streaming"):
+        with pytest.raises(ArgumentError, match=refused):
+            zonal.attention(q, k, v, silent, causal=True, path=path)
+    with pytest.raises(ArgumentError, match=refused):
+        zonal.Memory.empty(silent, 1, 2, 4, 4).absorb(k, v)
+    expected = ((q @ k.mT + 1).tril() @ v)[:, :, -1:]
+    torch.testing.assert_close(zonal.attention(q, k, v, told, causal=True)[:, :, -1:], expected)
+    torch.testing.assert_close(zonal.Memory.empty(told, 1, 2, 4, 4).absorb(k, v).read(q[:, :, -1:]), expected)
+
+
+@dataclass(frozen=True)
+class Halved(anchor.Anchor):
+    """W = K (K_kk + 1)^-1 / 2: a solution of its own."""
+
+    solves = True
+
+    def weights(self, blocks: anchor.Blocks) -> Tensor:
+        assert blocks.kk is not None
+        return torch.linalg.solve(
+            blocks.kk + torch.eye(blocks.kk.shape[-1], dtype=blocks.kk.dtype), blocks.qk / 2, left=False
+        )
+
+
+def test_an_own_anchor_that_solves_keeps_keys() -> None:
+    """Its memory was made as ridge statistics, which failed with an AssertionError."""
+    operator = zonal.Operator(score.Dot(scale=1.0), link.Identity(), Halved())
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64).unbind(0)
+    memory = zonal.Memory.empty(operator, 1, 2, 4, 4, torch.float64)
+    assert memory.kind == "keys"
+    filled = memory.absorb(k, v)
+    expected = q @ torch.linalg.solve(k @ k.mT + torch.eye(9, dtype=k.dtype), k, left=True).mT @ v / 2
+    torch.testing.assert_close(filled.read(q), expected)
+    torch.testing.assert_close(zonal.attention(q, k, v, operator), expected)
+    assert "keys" in str(zonal.explain(operator, q.shape, k.shape, causal=True))
+    with pytest.raises(ArgumentError, match=r"has no evidence for a verdict: anchor Halved may solve in any way"):
+        filled.read(q, report=True)
+
+
 @pytest.mark.parametrize("evidence", [link.Exp(), link.SquaredAffine()])
 def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.Link) -> None:
     operator = zonal.Operator(score.Cosine(temperature=1.0), evidence, Quiet())

@@ -12,6 +12,7 @@ from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.algebra.score import Fused
+from zonal.algebra.score.base import prepared_keys
 from zonal.errors import ArgumentError
 from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of
 from zonal.execution.refusals import check_order, check_packing, check_taken, check_tokens
@@ -114,9 +115,8 @@ class Call:
         q, k, v, scale = self.raw
         compute = torch.promote_types(q.dtype, torch.float32)
         score, params = self.bound.score, self.bound.score_params
-        return Prepared(
-            score.prepare_query(q.to(compute), params, scale), score.prepare_key(k.to(compute), params), v.to(compute)
-        )
+        query, key = score.prepare_query(q.to(compute), params, scale), prepared_keys(score, k.to(compute), params)
+        return Prepared(query, key, v.to(compute))
 
     @property
     def q(self) -> Tensor:

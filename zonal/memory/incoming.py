@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
+from zonal.algebra.score.base import prepared_keys
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.tokens import Tokens
@@ -106,7 +107,7 @@ def prepared(
     """Tokens as ``extended`` takes them."""
     bound = operator.bind(form.heads, form.heads)
     with torch.autocast(k.device.type, enabled=False):
-        keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
+        keys = prepared_keys(bound.score, k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
     return Tokens(keys, v, mask, decay_of(bound, k, mask, log_decay), key_bias)
 
 

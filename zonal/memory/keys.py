@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.algebra import Operator, definition
+from zonal.algebra.anchor import Ridge
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
 from zonal.algebra.prior import Bias, Intervals, Visibility, Window, visibility
@@ -141,6 +142,8 @@ class KeyValues(Memory):
     @property
     def evidence_refusal(self) -> str | None:
         tags = self.operator.tags
+        if tags.solves and not isinstance(self.operator.anchor, Ridge):
+            return f"anchor {type(self.operator.anchor).__name__} may solve in any way"
         if tags.solves:
             return "its past fades, which only sums (kind='fading') keep account of" if tags.decays else None
         if tags.window:

@@ -60,6 +60,8 @@ def _summed(parts: Operator | Bound) -> tuple[Score, Link]:
 def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
     score, link, anchor = parts.score, parts.link, parts.anchor
+    if not isinstance(anchor, Ridge):
+        return f"anchor {type(anchor).__name__} may solve in any way, of which statistics know nothing"
     if not score.plain or not link.linear:
         what = (
             f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z "
@@ -67,7 +69,7 @@ def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
         )
         if harmonics_of(parts) is None or key_dim < 2:
             return f"{what}, nor a polynomial of cosines with exact features"
-        if isinstance(anchor, Ridge) and anchor.moving:
+        if anchor.moving:
             return f"{what}, and over features of keys no ridge follows them"
     if width_of(parts, key_dim) > max(MAX_STATISTICS, key_dim):
         return (

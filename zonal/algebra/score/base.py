@@ -13,6 +13,7 @@ from torch import Tensor
 from zonal.algebra.declaration import Declaration, Derived, Move, vjp
 from zonal.algebra.metric import DotReduction
 from zonal.algebra.score.feature_layer import FeatureLayer
+from zonal.errors import ArgumentError
 from zonal.formula import Term
 
 Params = dict[str, Tensor]
@@ -38,6 +39,18 @@ def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
     # a length of 0 has no second derivative: that of ones stands in for it
     length = torch.linalg.vector_norm(torch.where(zero, 1.0, along), dim=-1, keepdim=True)
     return along / length.clamp_min(max(eps, torch.finfo(x.dtype).tiny))
+
+
+def prepared_keys(score: "Score", k: Tensor, params: Params) -> Tensor:
+    """``prepare_key`` of k. Raises: ArgumentError unless ``width`` says how many numbers a prepared key has."""
+    x, width = score.prepare_key(k, params), score.width(k.shape[-1])
+    if x.shape[-1] != width:
+        name = type(score).__name__
+        raise ArgumentError(
+            f"score {name}: width({k.shape[-1]}) must say how many numbers a prepared key has. It says {width}, and "
+            f"{name} prepared keys of {x.shape[-1]}. Give the class a method width(self, dim) that returns it."
+        )
+    return x
 
 
 def shared_product(x: Tensor, y: Tensor) -> Tensor:
@@ -211,4 +224,4 @@ class Score(Declaration, abstract=True):
         return (grad @ k, grad.transpose(-1, -2) @ q) if self.bilinear else vjp(self.pair, q, k, grad)
 
 
-__all__ = ["Clipped", "Fused", "Params", "Score", "low_rank", "per_head", "shared_product", "unit"]
+__all__ = ["Clipped", "Fused", "Params", "Score", "low_rank", "per_head", "prepared_keys", "shared_product", "unit"]

@@ -14,6 +14,7 @@ from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.bound import Bound
 from zonal.algebra.score import Clipped
+from zonal.algebra.score.base import prepared_keys
 from zonal.execution.call import Call
 from zonal.execution.numbers import Numbers
 from zonal.execution.paths import tile
@@ -192,7 +193,7 @@ class Compiled:
         """The tensors in float32, with queries and keys prepared by the score."""
         score, params = self.bound.score, self.bound.score_params
         with torch.autocast("cpu", enabled=False):
-            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
+            q, k = score.prepare_query(q.float(), params, self.scale), prepared_keys(score, k.float(), params)
             return q, k, v.float()
 
 
