@@ -458,11 +458,6 @@ class Memory(Readable):
 
     # --- shared -------------------------------------------------------------------------------------------------------
 
-    @property
-    def chunk(self) -> int | None:
-        """The chunk of a declared ChunkCausal prior: tokens past the last whole chunk are kept apart."""
-        return next((p.size for p in self.operator.prior if isinstance(p, ChunkCausal)), None)
-
     def _become(self, other: "Memory") -> Self:
         if type(other) is not type(self):
             raise ArgumentError(

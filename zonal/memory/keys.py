@@ -67,7 +67,7 @@ class KeyValues(Memory):
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
-        return cls(operator, form, 0, _Buffer(_no_tokens(operator, form), 0), 0, 0, _none_ahead(form))
+        return cls(operator, form, 0, _Buffer(zero_tokens(operator, form, 0), 0), 0, 0, _none_ahead(form))
 
     @property
     def tokens(self) -> Tokens:
@@ -307,14 +307,8 @@ class KeyValues(Memory):
     def bytes_at(self, length: int) -> int:
         form, room = self.form, self.buffer.room
         held = length if self.reach is None else min(length, self.reach)
-        token = form.heads * (
-            self.operator.score.width(form.key_dim) * key_dtype(self.operator, form).itemsize
-            + form.value_dim * form.dtype.itemsize
-        )
-        token += 0 if room.mask is None else 1
         fades = self.operator.tags.decays or room.log_decay is not None  # log decays are float64
-        token += form.heads * torch.float64.itemsize if fades else 0
-        token += 0 if room.key_bias is None else form.heads * room.key_bias.element_size()
+        token = token_bytes(self.operator, form, room) + (form.heads * torch.float64.itemsize if fades else 0)
         return form.batch * held * token
 
     def tensors(self) -> dict[str, Tensor]:
@@ -325,11 +319,8 @@ class KeyValues(Memory):
         cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
     ) -> Self:
         held = Tokens(**tensors)
-        n, by_head = held.length, (form.batch, form.heads, held.length)
-        width = operator.score.width(form.key_dim)
-        expected = ((*by_head, width), (*by_head, form.value_dim), (form.batch, n), by_head, by_head)
-        fits = all(x is None or tuple(x.shape) == shape for x, shape in zip(held, expected, strict=True))
-        if not fits or held.k.dtype != key_dtype(operator, form):
+        n = held.length
+        if not fit(held, operator, form):
             raise ValueError("the tensors do not have the shapes of the header")
         memory = cls(operator, form, count, _Buffer(held, n), 0, n, _none_ahead(form))
         if n != (count if memory.reach is None else min(count, memory.reach)):
@@ -344,14 +335,30 @@ def key_dtype(operator: Operator, form: Form) -> torch.dtype:
     return form.dtype if operator.score.keeps_keys else form.statistics
 
 
+def zero_tokens(operator: Operator, form: Form, count: int) -> Tokens:
+    """Tokens of zeros."""
+    shape, width = (form.batch, form.heads, count), operator.score.width(form.key_dim)
+    k = torch.zeros(*shape, width, dtype=key_dtype(operator, form), device=form.device)
+    return Tokens(k, torch.zeros(*shape, form.value_dim, dtype=form.dtype, device=form.device))
+
+
+def fit(tokens: Tokens, operator: Operator, form: Form) -> bool:
+    """Whether kept tokens have the shapes and the type of a memory's."""
+    by_head, width = (form.batch, form.heads, tokens.length), operator.score.width(form.key_dim)
+    shapes = (*by_head, width), (*by_head, form.value_dim), (form.batch, tokens.length), by_head, by_head
+    alike = all(x is None or tuple(x.shape) == shape for x, shape in zip(tokens, shapes, strict=True))
+    return alike and tokens.k.dtype == key_dtype(operator, form)
+
+
+def token_bytes(operator: Operator, form: Form, like: Tokens) -> int:
+    """Bytes of a kept token of one sequence without its log decay. like: tokens with a mask and biases if it has."""
+    key = operator.score.width(form.key_dim) * key_dtype(operator, form).itemsize
+    bias = 0 if like.key_bias is None else like.key_bias.element_size()
+    return form.heads * (key + form.value_dim * form.dtype.itemsize + bias) + (like.mask is not None)
+
+
 def _none_ahead(form: Form) -> Tensor:
     return torch.zeros(form.batch, dtype=torch.int64, device=form.device)
-
-
-def _no_tokens(operator: Operator, form: Form) -> Tokens:
-    width = operator.score.width(form.key_dim)
-    k = torch.empty(form.batch, form.heads, 0, width, dtype=key_dtype(operator, form), device=form.device)
-    return Tokens(k, torch.empty(form.batch, form.heads, 0, form.value_dim, dtype=form.dtype, device=form.device))
 
 
 def _grown(held: Tokens, tokens: Tokens) -> _Buffer:
@@ -380,4 +387,4 @@ def _write(place: Tokens, tokens: Tokens) -> None:
             x.data.copy_(y.detach())
 
 
-__all__ = ["KeyValues", "key_dtype"]
+__all__ = ["KeyValues", "fit", "key_dtype", "token_bytes", "zero_tokens"]

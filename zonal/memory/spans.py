@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.prior import ChunkCausal
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory.form import Form
 from zonal.memory.tokens import Tokens, joined
@@ -157,9 +158,9 @@ class Spanned(abc.ABC):
     def followed_by(self, other: Any) -> Any:
         """``merge`` of a memory of the same form, both without parts."""
 
-    @abc.abstractmethod
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         """The whole without the tokens [start, start + count), of which ``kept`` are the parts."""
+        return self.folded(kept)
 
     @abc.abstractmethod
     def bytes_at(self, length: int) -> int:
@@ -168,11 +169,6 @@ class Spanned(abc.ABC):
     @abc.abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Everything to be saved, by name, each (B, …)."""
-
-    @property
-    @abc.abstractmethod
-    def chunk(self) -> int | None:
-        """The chunk of a declared ChunkCausal prior: tokens past the last whole chunk are kept apart."""
 
     def plain(self) -> dict[str, int]:
         """Plain numbers to be saved besides ``count``."""
@@ -184,6 +180,11 @@ class Spanned(abc.ABC):
         counted).
         """
         return self.bytes_at(self.count) + sum(part.nbytes for part in self.settled_parts())
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk of a declared ChunkCausal prior: tokens past the last whole chunk are kept apart."""
+        return next((p.size for p in self.operator.prior if isinstance(p, ChunkCausal)), None)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

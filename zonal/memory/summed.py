@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, TypeVar
 
@@ -16,7 +16,6 @@ from zonal.memory import marks
 from zonal.memory.base import Form, Memory
 from zonal.memory.marks import Border
 from zonal.memory.seams import Seam
-from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 from zonal.store import under
 
@@ -178,9 +177,6 @@ class Summed(Memory):
             return self.start(self.operator, self.form)
         total = self.total - other.total
         return self.taken(other.faded(total), replace(self, **left, total=total, borders=borders))
-
-    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
-        return self.folded(kept)
 
     # --- rows, copies and files ---------------------------------------------------------------------------------------
 

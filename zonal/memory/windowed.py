@@ -1,6 +1,5 @@
 """WindowedSums: the keys and values of a window, and sums over features of all keys before it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -15,8 +14,7 @@ from zonal.algebra.bound import Bound, Far
 from zonal.algebra.declaration import require_values
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
-from zonal.memory.keys import key_dtype
-from zonal.memory.spans import Part
+from zonal.memory.keys import fit, key_dtype, token_bytes, zero_tokens
 from zonal.memory.sums import features_of, plus, total_of, with_mass
 from zonal.memory.tokens import Tokens, joined
 from zonal.store import under
@@ -59,8 +57,8 @@ class WindowedSums(Memory):
         padding = torch.zeros(form.batch, dtype=torch.int64, device=form.device)
         first = _far(operator, form).first
         absent = torch.zeros(form.batch, first, dtype=torch.bool, device=form.device)
-        opening = _padding(operator, form, first)._replace(mask=absent) if first else None
-        return cls(operator, form, 0, _padding(operator, form, 0), state, padding, opening)
+        opening = zero_tokens(operator, form, first)._replace(mask=absent) if first else None
+        return cls(operator, form, 0, zero_tokens(operator, form, 0), state, padding, opening)
 
     @property
     def reach(self) -> int:
@@ -181,9 +179,6 @@ class WindowedSums(Memory):
                 return True
         return False
 
-    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
-        return self.folded(kept)
-
     # --- rows, copies and files ---------------------------------------------------------------------------------------
 
     def preceded(self, n: int) -> Self:
@@ -204,13 +199,9 @@ class WindowedSums(Memory):
         return replace(self, **kept, opening=None if self.opening is None else self.opening.map(torch.clone), parts=())
 
     def bytes_at(self, length: int) -> int:
-        form = self.form
-        width = self.operator.score.width(form.key_dim) * key_dtype(self.operator, form).itemsize
-        token = form.heads * (width + form.value_dim * form.dtype.itemsize)
-        token += 0 if self.tokens.mask is None else 1
-        token += 0 if self.tokens.key_bias is None else form.heads * self.tokens.key_bias.element_size()
+        token = token_bytes(self.operator, self.form, self.tokens)
         constant = self.state.nbytes + self.padding.nbytes + (0 if self.opening is None else self.opening.nbytes)
-        return constant + form.batch * min(length, self.reach) * token
+        return constant + self.form.batch * min(length, self.reach) * token
 
     def tensors(self) -> dict[str, Tensor]:
         opening = {} if self.opening is None else self.opening.named()
@@ -225,8 +216,9 @@ class WindowedSums(Memory):
         held = Tokens(**{name: x for name, x in tensors.items() if name in ("k", "v", "mask", "key_bias")})
         opening, state, padding = Tokens(**first) if first else None, tensors["state"], tensors["padding"]
         fits = tuple(state.shape) == _state_shape(operator, form) and tuple(padding.shape) == (form.batch,)
-        fits = fits and padding.dtype == torch.int64 and _fit(held, operator, form)
-        fits = fits and (opening is None or (_fit(opening, operator, form) and opening.mask is not None))
+        fits = fits and padding.dtype == torch.int64 and fit(held, operator, form)
+        if opening is not None:
+            fits = fits and fit(opening, operator, form) and opening.mask is not None and opening.log_decay is None
         if not fits:
             raise ValueError("the tensors do not have the shapes of the header")
         reach, kept = operator.anchor.window, 0 if opening is None else opening.length
@@ -238,21 +230,6 @@ class WindowedSums(Memory):
 def _state_shape(operator: Operator, form: Form) -> tuple[int, int, int, int]:
     width = _far(operator, form).width(operator.score.width(form.key_dim))
     return form.batch, form.heads, features_of(operator, form.key_dim).dimension(width), form.value_dim + 1
-
-
-def _padding(operator: Operator, form: Form, count: int) -> Tokens:
-    """Tokens of zeros."""
-    shape, width = (form.batch, form.heads, count), operator.score.width(form.key_dim)
-    k = torch.zeros(*shape, width, dtype=key_dtype(operator, form), device=form.device)
-    return Tokens(k, torch.zeros(*shape, form.value_dim, dtype=form.dtype, device=form.device))
-
-
-def _fit(tokens: Tokens, operator: Operator, form: Form) -> bool:
-    """Whether tokens have the shapes and the type of a memory's."""
-    by_head = (form.batch, form.heads, tokens.length)
-    shapes = (*by_head, operator.score.width(form.key_dim)), (*by_head, form.value_dim), (form.batch, tokens.length)
-    alike = all(x is None or tuple(x.shape) == y for x, y in zip(tokens, (*shapes, None, by_head), strict=True))
-    return alike and tokens.k.dtype == key_dtype(operator, form)
 
 
 def _far(operator: Operator, form: Form) -> Far:
