@@ -14,7 +14,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import apart
-from zonal.algebra.prior import ChunkCausal, Decay
+from zonal.algebra.prior import ChunkCausal
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
@@ -67,13 +67,13 @@ class Memory(Readable):
         operator = operator.for_dim(key_dim)
         if operator.anchor.solves:
             constant = "compact" if getattr(operator.anchor, "compact", False) else "ridge"
-            natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else constant
+            natural = "fading" if operator.tags.decays else constant
             return "keys" if statistics_refusal(operator, key_dim) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
         if operator.anchor.window:
             return "windowed"
-        if not any(isinstance(p, Decay) for p in operator.prior):
+        if not operator.tags.decays:
             return "features"
         return "keys" if any(isinstance(p, ChunkCausal) for p in operator.prior) else "decayed"
 
