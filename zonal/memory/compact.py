@@ -15,7 +15,6 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
-from zonal.memory import marks
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import with_ridge
 from zonal.memory.ridge import GramStatistics, RidgeStatistics, anchor_of
@@ -48,7 +47,7 @@ class CompactStatistics(Summed):
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
-        empty = cls.blank(operator, form)
+        empty = super().start(operator, form)
         rows = torch.arange(empty.cross.shape[2], device=form.device)
         root = anchor_of(operator).eps ** 0.5
         return replace(empty, factor=empty.factor.index_fill(-1, rows * (rows + 3) // 2, root))
@@ -107,9 +106,6 @@ class CompactStatistics(Summed):
     def with_terms(self, tokens: Tokens) -> Self:
         return self.holding(self.whole().with_terms(tokens))
 
-    def faded(self, log_decay: Tensor) -> Self:
-        return self.holding(self.whole().faded(log_decay))
-
     def added(self, other: Summed) -> Self:
         assert isinstance(other, type(self))
         if other.count == 0 or self.count == 0:
@@ -119,9 +115,6 @@ class CompactStatistics(Summed):
     def taken(self, other: Self, rest: Self) -> Self:
         left = self.whole().taken(other.whole(), replace(self.whole(), count=rest.count, padding=rest.padding))
         return rest.holding(left)
-
-    def marked(self) -> marks.Marked:
-        return self.whole().marked()
 
     # --- read-outs ----------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class GramStatistics(Summed):
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
-        empty = cls.blank(operator, form)
+        empty = super().start(operator, form)
         return empty if empty.level is None else replace(empty, level=empty.level + 1)
 
     @classmethod
@@ -366,7 +366,7 @@ class GramStatistics(Summed):
 
     @property
     def derived_bytes(self) -> int:
-        return 0 if self.fades and self.inverse is None else self.gram.numel() * self.gram.element_size()
+        return 0 if self.fades and self.inverse is None else self.gram.nbytes
 
 
 class RidgeStatistics(GramStatistics):

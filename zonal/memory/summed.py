@@ -54,9 +54,11 @@ class Summed(Memory):
     def with_terms(self, tokens: Tokens) -> Self:
         """The sums with the terms of tokens (at least one) added; count, padding and pending stay."""
 
-    @abc.abstractmethod
     def faded(self, log_decay: Tensor) -> Self:
-        """The memory after its past has faded by a sum of log decays (B or 1, Hkv), without a new token."""
+        """The memory after its past has faded by a sum of log decays (B or 1, Hkv), without a new token; of kinds whose
+        past fades.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def added(self, other: "Summed") -> "Summed":
@@ -68,15 +70,15 @@ class Summed(Memory):
         the other.
         """
 
-    @abc.abstractmethod
     def marked(self) -> marks.Marked:
-        """What tells the sums of this memory from those of others."""
+        """What tells the sums of this memory from those of others; of kinds whose past fades."""
+        raise NotImplementedError
 
     # --- a memory and its tokens --------------------------------------------------------------------------------------
 
     @classmethod
-    def blank(cls, operator: Operator, form: Form) -> Self:
-        """A memory without tokens whose sums are all 0. Raises: InsufficientMemoryError when they would not fit."""
+    def start(cls, operator: Operator, form: Form) -> Self:
+        """The empty memory of this kind, its sums all 0. Raises: InsufficientMemoryError when they would not fit."""
         found = cls._layout(operator, form)
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in found.values())
         features = next(iter(cls.shapes(operator, form).values()))[2]

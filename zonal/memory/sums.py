@@ -113,10 +113,6 @@ class Sums(Summed):
     state: Tensor
 
     @classmethod
-    def start(cls, operator: Operator, form: Form) -> Self:
-        return cls.blank(operator, form)
-
-    @classmethod
     def shapes(cls, operator: Operator, form: Form) -> dict[str, tuple[int, ...]]:
         size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
         return {"state": (form.batch, form.heads, size, form.value_dim + (1 if operator.tags.normalises else 0))}
@@ -149,7 +145,7 @@ class Sums(Summed):
     def evidence_refusal(self) -> str | None:
         tags = self.operator.tags
         if self.fades:
-            return "it holds sums that have forgotten single keys"
+            return super().evidence_refusal
         if not tags.positive:
             return "K may be negative, and its sum over keys cancel"
         return None if tags.normalises else "it keeps no sum of K over keys"

@@ -104,7 +104,7 @@ class Tokens(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self if x is not None)
+        return sum(x.nbytes for x in self if x is not None)
 
 
 def joined(a: Tokens | None, b: Tokens) -> Tokens:
