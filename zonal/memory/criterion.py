@@ -54,12 +54,7 @@ class Criterion:
         for name in ("support", "residual", "rate", "miss"):
             given, by_head = getattr(self, name), name in ("support", "residual")
             values = given if by_head and isinstance(given, tuple) else (given,)
-            fits = all(
-                isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
-                for x in values
-                if x is not None or by_head
-            )
-            if not fits or not values:
+            if not values or not all(is_share(x) for x in values if x is not None or by_head):
                 raise ArgumentError(
                     f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or "
                     "leave it out."
@@ -123,6 +118,11 @@ def load_rule(path: str | os.PathLike[str], kind: str, rule: type[Rule]) -> Rule
         ) from error
 
 
+def is_share(value: object) -> bool:
+    """Whether a value is a number in [0, 1]."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole in [0, 1], 0 where the whole is not above 0."""
     some = whole > 0
@@ -145,7 +145,7 @@ def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple
 
     Raises: ArgumentError for a rate outside [0, 1], and for fewer values than it takes.
     """
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
+    if not is_share(rate):
         raise ArgumentError(
             f"Memory.calibrate: {name} must lie in [0, 1], received {rate!r}. 0.01 is one in a hundred."
         )
@@ -162,4 +162,4 @@ def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple
     return tuple(values[:, place - 1].clamp_min(least).tolist())
 
 
-__all__ = ["KIND", "Criterion", "Evidence", "bound_of", "gap", "load_rule", "ratio", "save_rule"]
+__all__ = ["KIND", "Criterion", "Evidence", "bound_of", "gap", "is_share", "load_rule", "ratio", "save_rule"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
-from zonal.memory.criterion import Criterion, Evidence, bound_of, gap
+from zonal.memory.criterion import Criterion, Evidence, bound_of, gap, is_share
 from zonal.memory.form import FLOATS
 from zonal.memory.rows import Batched
 from zonal.names import known_names
@@ -116,7 +116,7 @@ class Readable(Batched):
 
         Raises: ArgumentError for rates outside [0, 1], and for too few strangers or pairs.
         """
-        if not isinstance(least, int | float) or isinstance(least, bool) or not 0 <= least <= 1:
+        if not is_share(least):
             raise ArgumentError(
                 f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which "
                 "nothing is accepted."
