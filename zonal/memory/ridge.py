@@ -35,6 +35,12 @@ def anchor_of(operator: Operator) -> Ridge:
     return operator.anchor
 
 
+def ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> Tensor:
+    """rho (…, 1, 1) for keys with sum ``gram`` (…, r, r) and largest z.z ``peak`` (…, 1, 1). It may follow them."""
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    return anchor.moved(rho, peak, trace, gram.shape[-1])
+
+
 def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
     """The key of the real token before each token: z (B, Hkv, n, r), zero on padding; before (B, Hkv, r) comes first of
     all.
@@ -284,8 +290,7 @@ class GramStatistics(Summed):
             return rho * self.level[..., None]
         if not anchor.moving:
             return rho
-        trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.gram.shape[-1])
+        return ridge_of(anchor, rho, self.gram, None if self.peak is None else self.peak[..., None, None])
 
     def regularised(self, bound: Bound) -> Tensor:
         """G + the ridge, of whitened features where there are features."""
@@ -398,6 +403,7 @@ __all__ = [
     "last_key",
     "previous_keys",
     "read_out",
+    "ridge_of",
     "rows_of",
     "spanned",
 ]

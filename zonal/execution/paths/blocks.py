@@ -30,7 +30,7 @@ from zonal.memory import FadingStatistics, RidgeStatistics, Tokens
 from zonal.memory.compact import statistics_of
 from zonal.memory.fading import directions, given_back
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.ridge import previous_keys, read_out, rows_of
+from zonal.memory.ridge import previous_keys, read_out, ridge_of, rows_of
 from zonal.memory.whitened import WhitenedFeatures
 
 MOST_GROWTH = 12.0
@@ -87,7 +87,7 @@ def _loses_digits(call: Call, tokens: Tokens, before: Statistics) -> bool:
     peak = peak.to(gram)
     if before.peak is not None:
         peak = torch.maximum(peak, before.peak.to(gram))
-    ridge = _ridge_of(anchor, rho.view(1, -1, 1, 1), gram, peak[..., None, None])
+    ridge = ridge_of(anchor, rho.view(1, -1, 1, 1), gram, peak[..., None, None])
     condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(
         positive_inverse(with_ridge(gram, ridge), "attention")
     )
@@ -98,12 +98,6 @@ def _featured(call: Call, x: Tensor) -> Tensor:
     """Prepared queries or keys as the sums have them: whitened features, where there are features."""
     white = WhitenedFeatures.of(call.bound, call.head_dim)
     return x if white is None else white.whitened(x)
-
-
-def _ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> Tensor:
-    """rho (…, 1, 1) for keys with sum ``gram`` (…, r, r) and largest z.z ``peak`` (…, 1, 1). It may follow them."""
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    return anchor.moved(rho, peak, trace, gram.shape[-1])
 
 
 def _free(call: Call, tokens: Tokens, begun: Statistics, dtype: torch.dtype) -> Tensor:
@@ -117,7 +111,7 @@ def _free(call: Call, tokens: Tokens, begun: Statistics, dtype: torch.dtype) -> 
     if peak is not None and tokens.length:
         peak = torch.maximum(peak.to(dtype), z.square().sum(-1).amax(-1))
     rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).to(z).view(1, -1, 1, 1)
-    regular = with_ridge(gram, _ridge_of(anchor, rho, gram, None if peak is None else peak[..., None, None]))
+    regular = with_ridge(gram, ridge_of(anchor, rho, gram, None if peak is None else peak[..., None, None]))
     if shift is not None and last is not None:
         shift = shift + z.mT @ previous_keys(z, tokens.mask, last)
         contracted = contraction(regular, shift, "attention") if anchor.spectral else None
@@ -188,7 +182,7 @@ class _Blocks(NamedTuple):
                 largest = z.square().sum(-1).amax(-1)  # (B, Hkv, n)
                 so_far = torch.cat([begun.peak.to(largest).unsqueeze(2), largest[:, :, :-1]], 2)
                 peak = so_far.cummax(2).values[..., None, None]
-            start = with_ridge(gram, _ridge_of(anchor, rho, gram, peak))
+            start = with_ridge(gram, ridge_of(anchor, rho, gram, peak))
             rows, fading = Rows(z, None, None, None), None
         else:
             fading = Fading.of(tokens, begun, size, r)
