@@ -26,7 +26,7 @@ from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
 from zonal.kernels.decode import DecodeSpec, Maps, Window, WindowSpec
 from zonal.kernels.native import Family, Reason
-from zonal.kernels.op import plain
+from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
@@ -54,7 +54,7 @@ def sums_refusal(call: Call) -> Reason:
     memory = call.memory
     if call.held is None and call.tags.cancels:
         return "sums for this call alone may cancel, and are float64"
-    if isinstance(memory, MemorySums) and _learned(memory.state):
+    if isinstance(memory, MemorySums) and recorded([memory.state]):
         return "it has no gradients, and the memory may be asked for some"
     if memory is not None and memory.form.statistics != torch.float32:
         return "it is for sums in float32, and the memory holds others"
@@ -66,7 +66,7 @@ def window_refusal(call: Call) -> Reason:
     memory = call.memory
     if isinstance(memory, WindowedSums):
         kept = [x for x in (memory.tokens, memory.opening) if x is not None]
-        if _learned(memory.state, *(x for tokens in kept for x in tokens[:2])):
+        if recorded([memory.state, *(x for tokens in kept for x in tokens[:2])]):
             return "it has no gradients, and the memory may be asked for some"
         if any(tokens.key_bias is not None for tokens in kept):
             return "the memory keeps key biases, which are not in it"
@@ -77,14 +77,9 @@ def window_refusal(call: Call) -> Reason:
 
 def ridge_refusal(call: Call) -> Reason:
     """Why the kernel of ridge statistics does not take a few tokens after a memory, or None."""
-    if isinstance(call.memory, GramStatistics) and _learned(call.memory.gram, call.memory.cross):
+    if isinstance(call.memory, GramStatistics) and recorded([call.memory.gram, call.memory.cross]):
         return "it has no gradients, and the memory may be asked for some"
     return _refusal(RIDGE, call, ("ridge", "fading"), other_ridge)
-
-
-def _learned(*sums: Tensor) -> bool:
-    """Whether gradients flow to the numbers of a memory."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in sums)
 
 
 def _other_kernels(call: Call) -> Reason:
@@ -158,16 +153,22 @@ def _by_head(x: Tensor | float, heads: int) -> Tensor:
 
 
 class Compiled:
-    """What the compiled steps of all memories share: which tensors the next step takes without being prepared and
-    planned again.
+    """What the compiled steps of all memories share: their tokens so far, and which tensors the next step takes without
+    being prepared and planned again.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, memory: MemorySums | WindowedSums | GramStatistics) -> None:
         shape = call.shape
         self.operator, self.bound = call.operator, call.bound
         self.heads, self.scale, self.dtype = shape.heads, None if call.raw is None else call.raw.scale, call.dtype
         self.sizes = shape.batch, call.bound.kv_heads, call.head_dim, shape.value_dim
         self._numbers = Numbers(call.operator)
+        self._count, self._padding = memory.count, memory.padding.contiguous()
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         """Whether the kernel runs a step of these tensors with the numbers that it has."""
@@ -204,7 +205,7 @@ class SumsSteps(Compiled):
     """
 
     def __init__(self, call: Call, memory: MemorySums) -> None:
-        super().__init__(call)
+        super().__init__(call, memory)
         bound, dim, found = call.bound, call.shape.dim, None
         memory = memory if call.log_decay is None else fading(memory)
         features = powers_of(bound.link)
@@ -219,8 +220,7 @@ class SumsSteps(Compiled):
                 product.normalise,
             )  # fmt: skip
             self._kernel = Kernel(spec, _by_head(product.scale, self.heads), _weights(bound, dim), product.maps)
-        self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
-        self._state, self._own = memory.state.contiguous(), False
+        self._before, self._state, self._own = memory, memory.state.contiguous(), False
         self._total, self._declared, self._passed = memory.total, bound.log_decay, 0  # tokens at the declared rate
         self._keep = (
             None if self._declared is None else self._declared.exp().float().view(1, -1, 1).expand(batch, -1, -1)
@@ -251,11 +251,6 @@ class SumsSteps(Compiled):
             self._total = self._total + log_decay.sum(-1)
         return found[0] if found[0].dtype is self.dtype else found[0].to(self.dtype)
 
-    @property
-    def count(self) -> int:
-        """Tokens so far, padding included."""
-        return self._count
-
     def memory(self) -> MemorySums:
         """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
         self._own = False
@@ -276,7 +271,7 @@ class WindowSteps(Compiled):
     """
 
     def __init__(self, call: Call, memory: WindowedSums) -> None:
-        super().__init__(call)
+        super().__init__(call, memory)
         bound, dim, far = call.bound, call.head_dim, far_of(call.bound)
         batch, kv_heads, _, value_dim = self.sizes
         features = powers_of(far.bound.link)
@@ -295,8 +290,7 @@ class WindowSteps(Compiled):
             rules = WindowSpec(far.window, far.first, near, share, key_scale)
             weights = _weights(far.bound, far.bound.score.width(dim))
             self._kernel = Kernel(spec, scale, weights, product.maps, rules)
-        self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
-        self._state, self._own = memory.state.contiguous(), False
+        self._before, self._state, self._own = memory, memory.state.contiguous(), False
         self._size, self._length = far.window, memory.tokens.length
         opening = memory.tokens.span(0, 0) if memory.opening is None else memory.opening
         first = opening.map(lambda x: x.clone(memory_format=torch.contiguous_format))  # the kernel writes into it
@@ -327,11 +321,6 @@ class WindowSteps(Compiled):
             return room
 
         return replace(window, k=moved(window.k), v=moved(window.v), end=self._length)
-
-    @property
-    def count(self) -> int:
-        """Tokens so far, padding included."""
-        return self._count
 
     def memory(self) -> WindowedSums:
         """The memory after all steps. Later ones leave it as it is: they write behind its keys, and to other sums."""
@@ -388,7 +377,7 @@ class RidgeSteps(Compiled):
     """
 
     def __init__(self, call: Call, memory: GramStatistics) -> None:
-        super().__init__(call)
+        super().__init__(call, memory)
         bound, anchor, self._clipped = call.bound, cast(Ridge, call.bound.anchor), clipped_of(call)
         batch, kv_heads, _, value_dim = self.sizes
         clipped = self._clipped or Clipped(1.0, None)
@@ -403,7 +392,7 @@ class RidgeSteps(Compiled):
             self._version, inverse = ridge_version(call.operator), memory.inverse
             if inverse is None or inverse.version != self._version:
                 inverse = Inverse(memory.solved(bound), 0, self._version)
-        self._before, self._padding, self._total = memory, memory.padding.contiguous(), memory.total
+        self._before, self._total = memory, memory.total
         self._declared = None if bound.log_decay is None else bound.log_decay.double().view(1, -1, 1)
         sums = memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last, memory.level
         self._settled(Sums(*sums).contiguous(), memory.count, inverse.age)
@@ -461,7 +450,6 @@ class RidgeSteps(Compiled):
 
     @property
     def count(self) -> int:
-        """Tokens so far, padding included."""
         return self._count + len(self._rows_at)
 
     def memory(self) -> GramStatistics:
