@@ -135,7 +135,7 @@ def _operations(count: float) -> str:
 def tables(found: Explanation) -> list[RenderableType]:
     """The explanation as tables for the terminal."""
     estimates = [
-        (e.path, e.route, duration(e.seconds), _operations(e.flops), *map(formats.bytes_, sizes), f"{e.calls:,}")
+        (e.path, e.route.name, duration(e.seconds), _operations(e.flops), *map(formats.bytes_, sizes), f"{e.calls:,}")
         for e in found.plan.estimates
         for sizes in [(e.bytes_moved, e.peak_bytes)]
     ]

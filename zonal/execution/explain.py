@@ -20,7 +20,8 @@ from zonal.execution.machine import Machine
 from zonal.execution.numbers import Numbers, check_devices, devices_of
 from zonal.execution.paths.coverage import Coverage, measured
 from zonal.execution.paths.sums import Runner
-from zonal.execution.plan import Choice, Estimate, choose, duration, run
+from zonal.execution.plan import Choice, choose, duration, run
+from zonal.execution.routes import Route
 from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.native import shown
 from zonal.kernels.op import plain
@@ -92,18 +93,16 @@ class Explanation:
         """What runs a path: a compiled kernel, or torch and why."""
         if family not in ("", self.shape.tags.family):
             return f"torch, for its anchor is not one of {family}"
-        if any(e.path == path and not e.route.startswith("torch") for e in self.plan.estimates):
+        if any(e.path == path and e.route.compiled for e in self.plan.estimates):
             return "a compiled kernel"
         reasons = [why for route, why in self.plan.found.without.items() if route.path == path]
         return f"torch, for {'; '.join(reasons) or self.plan.refused.get(path, 'it has no kernel here')}"
 
-    def _implementation(self, estimate: Estimate) -> str:
-        """The route of an estimate, with the instruction set of a C++ kernel: "C++ AVX2"."""
-        path, name = estimate.path, estimate.route
-        sources = next((r.sources for r in self.plan.found.routes if (r.path, r.name) == (path, name)), ())
-        if not sources:
-            return name
-        return name.replace("C++", f"C++ {shown(sources[0], getattr(torch, self.dtype)).label}")
+    def _implementation(self, route: Route) -> str:
+        """The name of a route, with the instruction set of a C++ kernel: "C++ AVX2"."""
+        if not route.sources:
+            return route.name
+        return route.name.replace("C++", f"C++ {shown(route.sources[0], getattr(torch, self.dtype)).label}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -120,7 +119,7 @@ class Explanation:
             "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge,
             "decode": self.decode, "candidates": self.candidates,
             "coverage": None if self.coverage is None else asdict(self.coverage),
-            "estimates": [estimate._asdict() for estimate in self.plan.estimates],
+            "estimates": [{"path": e.path, **e._asdict(), "route": e.route.name} for e in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {
                 "kind": self.memory_kind,
@@ -143,7 +142,7 @@ class Explanation:
             rows.append(
                 (
                     f"{mark} {e.path}",
-                    self._implementation(e),
+                    self._implementation(e.route),
                     duration(e.seconds),
                     f"{e.flops:.3g}",
                     size(e.bytes_moved),

@@ -32,13 +32,16 @@ class Estimate(NamedTuple):
     most memory in use at once beyond the inputs, including the output and what backward keeps.
     """
 
-    path: str
-    route: str
+    route: Route
     seconds: float
     flops: float
     bytes_moved: float
     calls: int
     peak_bytes: int
+
+    @property
+    def path(self) -> str:
+        return self.route.path
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,7 @@ def estimated(route: Route, shape: Shape, machine: Machine) -> Estimate:
     idle = 1.0 if work.tasks > 64 else machine.threads * math.ceil(work.tasks / machine.threads) / max(work.tasks, 1)
     bandwidth = machine.bandwidth if work.buffer < LARGE else machine.fresh
     took = work.multiply_adds * idle / rate + work.bytes / bandwidth + work.launches * machine.call
-    return Estimate(
-        route.path, route.name, took, 2 * work.multiply_adds, work.bytes, round(work.launches), round(work.peak_bytes)
-    )
+    return Estimate(route, took, 2 * work.multiply_adds, work.bytes, round(work.launches), round(work.peak_bytes))
 
 
 def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None = None) -> Choice:
