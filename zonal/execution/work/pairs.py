@@ -1,6 +1,7 @@
 """The work of routes that visit every pair of a query and a key: dense, tiles, plans, a tree of blocks."""
 
 import itertools
+from collections.abc import Callable
 from typing import cast
 
 from zonal.algebra.anchor import Hierarchical
@@ -131,8 +132,12 @@ def distances(s: Shape) -> Work:
     return found._replace(multiply_adds=found.multiply_adds + pairs * more * s.back, launches=launches)
 
 
-def _transport(s: Shape, once: Work, sums: Work) -> Work:
-    """A plan by tiles: a pass with values, as row attention has it, and passes that sum rows or columns."""
+def _transport(s: Shape, of_tiles: Callable[[Shape], Work]) -> Work:
+    """A plan by tiles: a pass with values, as row attention has it with a key head for each query head, and passes that
+    sum rows or columns.
+    """
+    row = s._replace(tags=s.tags._replace(couples=False, normalises=True), kv_heads=s.heads)
+    once, sums = of_tiles(row), of_tiles(row._replace(value_dim=1, gradients=False))
     passes = 2 * _ITERATIONS + (2 * _SOLVES + 2 if s.gradients else 0)
     more = 2.0 * s.itemsize * s.batch * s.heads * (s.queries + s.keys) * (s.dim + 3)
     return Work(
@@ -141,19 +146,14 @@ def _transport(s: Shape, once: Work, sums: Work) -> Work:
     )  # fmt: skip
 
 
-def _row(s: Shape) -> Shape:
-    """Row attention of the same shape, with a key head for each query head."""
-    return s._replace(tags=s.tags._replace(couples=False, normalises=True), kv_heads=s.heads)
-
-
 def plan_tiles(s: Shape) -> Work:
     """Passes of a plan by torch's tiles."""
-    return _transport(s, tiles(_row(s)), tiles(_row(s)._replace(value_dim=1, gradients=False)))
+    return _transport(s, tiles)
 
 
 def plan_compiled(s: Shape) -> Work:
     """Passes of a plan by the compiled kernel of tiles."""
-    return _transport(s, compiled_tiles(_row(s)), compiled_tiles(_row(s)._replace(value_dim=1, gradients=False)))
+    return _transport(s, compiled_tiles)
 
 
 def tree(s: Shape) -> Work:
