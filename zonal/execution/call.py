@@ -14,7 +14,7 @@ from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibilit
 from zonal.algebra.score import Fused
 from zonal.algebra.score.base import prepared_keys
 from zonal.errors import ArgumentError
-from zonal.execution.mask import NO_MASSES, Masses, bias_of, log_decay_of, marginals_of
+from zonal.execution.mask import NO_MASSES, Masses, bias_of, expanded, log_decay_of, marginals_of
 from zonal.execution.refusals import check_order, check_packing, check_taken, check_tokens
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.tokens import joined
@@ -204,7 +204,7 @@ class Call:
 
     def expand(self, x: Tensor) -> Tensor:
         """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
-        return x if self.bound.groups == 1 else x.repeat_interleave(self.bound.groups, dim=1)
+        return expanded(x, self.bound.groups)
 
     def scaled(self, y: Tensor) -> Tensor:
         """y times the anchor's factor a head, in the type of the result.

@@ -158,20 +158,24 @@ def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor 
     return decay
 
 
+def expanded(x: Tensor, groups: int) -> Tensor:
+    """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
 def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
     """What is added to log K: decays of rows and columns, key biases, and slopes of the distance."""
     row = col = None
     if bound.anchor.solves:  # its decays are no factors of the kernel
         return Bias()
     if decay is not None:
-        running = decay.cumsum(-1)
-        running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
+        running = expanded(decay.cumsum(-1), bound.groups)
         keys = running.shape[-1]
         row, col = running[..., seen.position.clamp(0, keys - 1)] if keys else None, -running
     if key_bias is not None:
-        extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
+        extra = expanded(key_bias, bound.groups)
         col = extra.double() if col is None else col + extra
     return Bias(row, col, bound.slopes)
 
 
-__all__ = ["NO_MASSES", "Masses", "bias_of", "log_decay_of", "marginals_of"]
+__all__ = ["NO_MASSES", "Masses", "bias_of", "expanded", "log_decay_of", "marginals_of"]

@@ -18,6 +18,7 @@ from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
 from zonal.execution.call import Call
+from zonal.execution.mask import expanded
 from zonal.execution.paths.tree import hierarchy_refusal
 from zonal.kernels.op import no_second_derivative
 
@@ -95,10 +96,6 @@ def tiled(call: Call) -> Tensor:
     parts = parts_of(call)
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)
-
-
-def _expanded(x: Tensor, groups: int) -> Tensor:
-    return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -186,13 +183,9 @@ class _Tiles(NamedTuple):
             kernel = kernel if prior is None else kernel.add_(prior)
             if forbidden is not None:
                 kernel.masked_fill_(forbidden, float("-inf"))
-            return _Tile(
-                score,
-                None,
-                kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")),
-                forbidden,
-                None,
-            )
+            if least is not None:
+                kernel.masked_fill_(kernel < least, float("-inf"))
+            return _Tile(score, None, kernel, forbidden, None)
         out = scratch.take("kernel", tuple(score.shape))
         kernel = parts.link.value_into(score, self.c, out)
         if kernel is score and (prior is not None or not free or least is not None):
@@ -213,7 +206,7 @@ class _Tiles(NamedTuple):
         """S (b, H, t, s) for q (b, H, t, D), k (b, Hkv, s, D)."""
         parts = self.parts
         if not parts.score.bilinear:
-            score = parts.score.pair(q, _expanded(k, parts.groups))
+            score = parts.score.pair(q, expanded(k, parts.groups))
         else:
             q, shape = _grouped(q, parts.groups), (*q.shape[:3], k.shape[2])
             score = self.scratch.take("score", shape)
@@ -337,7 +330,7 @@ def _backward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, dy: Tensor, l
                 dq_flat.baddbmm_(ds.view(flat), k_tile.flatten(0, 1))
                 _add_product(dk_all[:, s0:s1], ds.view(flat).mT, q_flat, scratch)
             else:
-                dq_tile, dk_tile = parts.score.pair_vjp(q_row, _expanded(k_tile, groups), tile.score, ds)
+                dq_tile, dk_tile = parts.score.pair_vjp(q_row, expanded(k_tile, groups), tile.score, ds)
                 dq_flat += _grouped(dq_tile, groups).flatten(0, 1)
                 dk_all[:, s0:s1] += dk_tile.unflatten(1, (-1, groups)).sum(2).flatten(0, 1)
         out.q[:, :, t0:t1] = dq_flat.view(batch, heads, t1 - t0, -1)
