@@ -195,6 +195,10 @@ class _Scan:
             return phi.mT @ v
         return (state if block.whole is None else state * block.whole) + phi.mT @ v
 
+    def empty(self) -> Tensor:
+        """The state before the first key."""
+        return self.q.new_zeros(self.batch, self.kv, self.job.features.dimension(self.dim), self.v.shape[-1])
+
     def needs_state(self, index: int) -> bool:
         """Whether anything reads the state after step ``index``."""
         return self.job.wanted or any(step.t1 > step.t0 for step in self.steps[index + 1 :])
@@ -243,13 +247,7 @@ class _Function(torch.autograd.Function):
                     y[:, :, step.t0 : step.t1] = out.view(scan.batch, scan.heads, -1, v.shape[-1])
             if step.s1 > step.s0 and scan.needs_state(index):
                 state = scan.advanced(state, step)
-        final = None
-        if job.wanted:
-            final = (
-                state
-                if state is not None
-                else q.new_zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1])
-            )
+        final = None if not job.wanted else scan.empty() if state is None else state
         ctx.job, ctx.stride, ctx.empty = job, stride, [s is None for s in kept]
         extra = (y, final) if decay is not None else (None, None)
         ctx.save_for_backward(q, k, v, c, monomials, decay, *extra, *(s for s in kept if s is not None))
@@ -331,11 +329,7 @@ class _Function(torch.autograd.Function):
                 rows = dscale.flatten(0, 1)
                 rows = rows if monomials.shape[1] > 1 else rows.sum(0, keepdim=True)
                 dmonomials = job.features.scale_vjp(rows, scan.dim, monomials.shape[0]).to(monomials)
-        initial = dstate if ctx.needs_input_grad[6] else None
-        if ctx.needs_input_grad[6] and initial is None:
-            initial = torch.zeros(
-                scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1], dtype=q.dtype, device=q.device
-            )
+        initial = None if not ctx.needs_input_grad[6] else scan.empty() if dstate is None else dstate
         return dq, dk, dv, None if dc is None else dc.to(c), dmonomials, ddecay, initial, None
 
 
