@@ -108,20 +108,10 @@ def measured(
     chosen = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:rows].sort().values
     keys, most = k.shape[2], max(search.reach, search.window)
     size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (search.tables + 1)), 1))
-    parts = (
-        [
-            _rows(
-                call,
-                anchor,
-                found._replace(start=found.start[:, :, some], stop=found.stop[:, :, some]),
-                some,
-                min(most, keys),
-            )
-            for some in chosen.split(size)
-        ]
-        if keys
-        else []
-    )
+    parts = []
+    for some in chosen.split(size) if keys else ():
+        own = found._replace(start=found.start[:, :, some], stop=found.stop[:, :, some])
+        parts.append(_rows(call, anchor, own, some, min(most, keys)))
     if not parts:
         raise ArgumentError("coverage: at least one query and one key are required, received none.")
     return summarised({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
@@ -134,12 +124,8 @@ def _rows(call: Call, anchor: TopK, found: Candidates, rows: Tensor, reach: int)
     if seen.key_mask is not None:
         visible = visible & seen.key_mask[:, None, None]
     key, fresh = keys_of(found, slice(None), reach)
-    met = (
-        torch.zeros(log_kernel.shape, dtype=torch.int32, device=call.device).scatter_add_(
-            -1, key, fresh.to(torch.int32)
-        )
-        > 0
-    )
+    times = torch.zeros(log_kernel.shape, dtype=torch.int32, device=call.device)
+    met = times.scatter_add_(-1, key, fresh.to(torch.int32)) > 0
     return coverage(log_kernel.masked_fill(~visible, float("-inf")), met, anchor.k)
 
 

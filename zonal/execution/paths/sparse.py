@@ -82,13 +82,6 @@ def _factors_refusal(score: Score) -> Reason:
     )
 
 
-class _Points(NamedTuple):
-    """A part of queries and keys as the kernel takes it: numbers, radius (…, 1) and its sinh."""
-
-    q: tuple[Tensor, Tensor, Tensor]
-    k: tuple[Tensor, Tensor, Tensor]
-
-
 def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]:
     """Prepared queries and keys as the kernel takes them; differentiable."""
     if score.bilinear:
@@ -96,28 +89,28 @@ def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]
     assert isinstance(score, NegativeDistance)
     metric = score.metric
     weights, parts = metric.cut(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
-    made = [_Points(_padded(_point(factor, a)), _padded(_point(factor, b))) for factor, a, b in parts]
+    asked, met = [_point(factor, a) for factor, a, _ in parts], [_point(factor, b) for factor, _, b in parts]
     weights = (weights / score.temperature).expand(*q.shape[:3], len(parts))
-    rows = [
-        torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)
-    ]
+    numbers, *radii = (torch.cat(each, -1) for each in zip(*asked, strict=True))
+    rows = [torch.cat(each, -1) for each in zip(*met, strict=True)]
     factors = Factors(
         tuple(_KINDS[type(factor)] for factor, _, _ in parts),
-        tuple(p.q[0].shape[-1] for p in made),
+        tuple(point[0].shape[-1] for point in asked),
         tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts),
     )
     # keys are fetched from anywhere: a row begins where a line of the cache does
-    width = sum(x.shape[-1] for x in rows[3:])
-    held = torch.cat([*rows[3:], k.new_zeros(*k.shape[:3], -width % 16)], -1)[..., :width]
-    return torch.cat([rows[0], weights, *rows[1:3]], -1), held, factors
-
-
-def _padded(point: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros up to whole vectors of the kernel, which takes what is left over number by number."""
-    return F.pad(point[0], (0, -point[0].shape[-1] % 8)), point[1], point[2]
+    width = sum(x.shape[-1] for x in rows)
+    held = torch.cat([*rows, k.new_zeros(*k.shape[:3], -width % 16)], -1)[..., :width]
+    return torch.cat([numbers, weights, *radii], -1), held, factors
 
 
 def _point(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Points as the kernel takes them: numbers, with zeros up to its whole vectors; radius (…, 1); its sinh."""
+    numbers, radius, sinh = _polar(metric, x)
+    return F.pad(numbers, (0, -numbers.shape[-1] % 8)), radius, sinh
+
+
+def _polar(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(metric, Hyperbolic):
         radius, direction = metric.polar(x)
         return direction, radius, radius.sinh()
