@@ -10,11 +10,11 @@ from zonal.algebra import Operator, Tags
 from zonal.algebra.declaration import require_values
 from zonal.algebra.refusals import leak
 from zonal.errors import ArgumentError
+from zonal.memory.form import FLOATS
 from zonal.memory.incoming import check_biases, untaken
 from zonal.typed import check_tensors
 
 _AXES = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tokens(
@@ -26,7 +26,7 @@ def check_tokens(
             raise ArgumentError(
                 f"attention: {name} must have 4 axes (batch, heads, tokens, dim), received shape {tuple(x.shape)}."
             )
-        if x.dtype not in _FLOATS:
+        if x.dtype not in FLOATS:
             raise ArgumentError(f"attention: {name} must be float16, bfloat16, float32 or float64, received {x.dtype}.")
     if not (q.dtype == k.dtype == v.dtype):
         raise ArgumentError(f"attention: q, k and v must share one dtype, received {q.dtype}, {k.dtype}, {v.dtype}.")
