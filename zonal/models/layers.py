@@ -208,14 +208,19 @@ def operators_in(spec: str) -> tuple[str, ...]:
     """The operators of a layer: its spec, the spec on lifted keys, those of the parts of a mixture, or none for a
     recurrence.
     """
+    if inside := _inside(spec):
+        return tuple(operator for part in inside for operator in operators_in(part))
+    return () if specs.name_of(spec) in RECURRENCES else (spec,)
+
+
+def _inside(spec: str) -> tuple[str, ...]:
+    """The specs inside a mixture, a lifted or a gated layer; none in other layers."""
     name = specs.name_of(spec)
     if name == LIFTED:
         return (specs.made(spec, {LIFTED: _lifted})[0],)
     if name == GATED:
-        return operators_in(specs.made(spec, {GATED: _gated}))
-    if name == MIXTURE:
-        return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
-    return () if name in RECURRENCES else (spec,)
+        return (specs.made(spec, {GATED: _gated}),)
+    return specs.made(spec, {MIXTURE: _mixture})[0] if name == MIXTURE else ()
 
 
 def check(spec: str, dim: int) -> None:
@@ -226,13 +231,9 @@ def check(spec: str, dim: int) -> None:
     if name in RECURRENCES:
         with torch.device("meta"):
             specs.made(spec, RECURRENCES, {"dim": dim})
-    elif name == MIXTURE:
-        for part in specs.made(spec, {MIXTURE: _mixture})[0]:
+    elif inside := _inside(spec):
+        for part in inside:
             check(part, dim)
-    elif name == GATED:
-        check(specs.made(spec, {GATED: _gated}), dim)
-    elif name == LIFTED:
-        check(specs.made(spec, {LIFTED: _lifted})[0], dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
         known = [*mechanisms.names(), *mechanisms.SHORT, *mechanisms.WHOLE_LAYERS]
         raise unknown_name("operator spec", "operator", name, known)
