@@ -11,9 +11,6 @@ from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.nn import Mamba2
 
-# what a config may say and this library has no word for
-_FIXED = {"hidden_act": "silu"}
-
 
 def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CausalLM:
     """The causal language model with the same logits as transformers' ``Mamba2ForCausalLM``.
@@ -26,9 +23,8 @@ def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Te
         ArgumentError: a weight is missing or unknown, or a setting is not supported here; the message names it.
     """
     call = "models.mamba2_from_transformers"
-    for name, value in _FIXED.items():
-        if config.get(name, value) != value:
-            raise ArgumentError(f"{call}: {name} must be {value!r}, received {config[name]!r}.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ArgumentError(f"{call}: hidden_act must be 'silu', received {config['hidden_act']!r}.")
     least, largest = (float(value) for value in config["time_step_limit"])
     limit = None if (least, largest) == (0.0, float("inf")) else (least, largest)
     spec = (

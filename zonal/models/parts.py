@@ -16,7 +16,6 @@ from zonal.nn import (
     DenseSkip,
     Draws,
     KoopmanMLP,
-    Latest,
     MixtureOfExperts,
     Records,
     RMSNorm,
@@ -58,11 +57,6 @@ def mlp_of(config: ModelConfig) -> FeedForward | None:
     return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 
-def history_of(config: ModelConfig) -> Latest | DenseSkip:
-    """The memory that the norm before the output head reads."""
-    return DenseSkip(config.dim, len(config.layers) + 1) if config.residual == "dense" else LATEST
-
-
 def rotary_of(config: ModelConfig) -> Rotary | bool:
     """The one table of angles of all layers, which holds no parameter; False without rotary positions."""
     if not config.rotary:
@@ -87,7 +81,8 @@ class LanguageModel(nn.Module):
             self.block(mixer, mlp_of(config), config.norm_eps, config.residual, records)
             for records, mixer in enumerate(mixers, start=1)
         )
-        self.history = history_of(config)
+        # what the norm before the output head reads
+        self.history = DenseSkip(config.dim, len(config.layers) + 1) if config.residual == "dense" else LATEST
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
@@ -294,4 +289,4 @@ class LanguageModel(nn.Module):
         return logits.to(accumulation_dtype(logits.dtype))
 
 
-__all__ = ["IGNORE", "LanguageModel", "Predictions", "history_of", "mlp_of", "rotary_of"]
+__all__ = ["IGNORE", "LanguageModel", "Predictions", "mlp_of", "rotary_of"]

@@ -100,8 +100,7 @@ class StopRule:
             raise ArgumentError(
                 "generate: stop holds an empty sequence. Give token ids, or sequences of at least one token id."
             )
-        longest = max((len(sequence) for sequence in self.sequences), default=0)
-        self._keep = longest
+        self._keep = max(map(len, self.sequences), default=0)
         self._recent: list[list[int]] = [[] for _ in range(batch)]
 
     def update(self, tokens: Sequence[int]) -> list[bool]:
