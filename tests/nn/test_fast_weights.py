@@ -12,6 +12,7 @@ from nn import layers
 from nn.layers import tokens
 
 from zonal import Operator, anchor, attention, link, mechanisms, score
+from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError, FileFormatError, PathError
 from zonal.memory import Memory
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, MesaNet
@@ -20,7 +21,7 @@ from zonal.nn.gated_deltanet import delta_rule
 from zonal.nn.gated_kalmanet import kalman
 from zonal.nn.mesanet import mesa
 from zonal.nn.recurrence import ssd
-from zonal.nn.solvers import chebyshev, conjugate_gradients, solution
+from zonal.nn.solvers import chebyshev, solution
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
 LAYERS = {"mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet, "gated_deltanet": GatedDeltaNet}

@@ -101,8 +101,7 @@ def of_memory(memory: Memory) -> RidgeDiagnostics:
     Raises:
         ArgumentError: the memory is of another kind.
     """
-    gram, regular, shift = _sums(memory)
-    return diagnose(gram, regular, shift)
+    return diagnose(*_sums(memory))
 
 
 def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:

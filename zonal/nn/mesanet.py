@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
 from zonal.nn.fast_weights import FastWeights, Mixed, Step
 from zonal.nn.initialise import Draws
 from zonal.nn.norm import accumulation_dtype
-from zonal.nn.solvers import conjugate_gradients, solution
+from zonal.nn.solvers import solution
 
 
 class MesaNet(FastWeights):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal.algebra.solvers import Apply, conjugate_gradients, first_derivative_only
+from zonal.algebra.solvers import Apply, first_derivative_only
 
 _NO_SECOND = (
     "nn: a layer that solves for its queries (MesaNet, GatedKalmaNet) goes back through the solution and has no second "
@@ -67,4 +67,4 @@ def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
     return _Solution.apply(q - apply(x), x, solve)
 
 
-__all__ = ["chebyshev", "conjugate_gradients", "solution"]
+__all__ = ["chebyshev", "solution"]

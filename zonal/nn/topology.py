@@ -94,8 +94,8 @@ def _around(points: Tensor, keys: Tensor, seen: Tensor, neighbours: int) -> Tens
     own = points.unsqueeze(3)
     cloud = torch.cat([own, torch.where(nearest.isfinite().unsqueeze(-1), keys[batch, heads, index], own)], 3)
     one, other = _tree(cloud.detach())
-    ends = (cloud.gather(3, end.unsqueeze(-1).expand(*end.shape, cloud.shape[-1])) for end in (one, other))
-    squared = (next(ends) - next(ends)).square().sum(-1)
+    start, end = (cloud.gather(3, at.unsqueeze(-1).expand(*at.shape, cloud.shape[-1])) for at in (one, other))
+    squared = (start - end).square().sum(-1)
     length = squared / ((squared + _EPS**2).sqrt() + _EPS)  # the difference of the roots, without cancellation
     return torch.nn.functional.pad(length.sort(-1, descending=True)[0], (0, neighbours - count))
 
