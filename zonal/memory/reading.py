@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     """values (B, H, T, P); verdict (B, H, T) int8, values of ``Verdict``; support and residual (B, H, T) in [0, 1], the
     evidence.
 
-    residual: None where the answer cannot be held against anything. rate: the most of queries never stored that are
+    residual: None where there is nothing to compare the answer with. rate: the most of queries never stored that are
     decided, as far as that is stated for a memory of so many tokens; else None. weight (B, H, T): the largest weight
     that a query gives to one stored key, without the first key of a sequence, to which trained models give what weight
     they have to spare; None for memories that do not keep keys, and for weights that may be negative or do not sum

@@ -78,7 +78,7 @@ class Tokens(NamedTuple):
 
     def alike(self, other: "Tokens") -> Tensor:
         """Which tokens are the other's at the same places, (B, n): all that is known of them, and for padding only that
-        it is padding. A single other token is held against each.
+        it is padding. A single other token is compared with each.
         """
         a, b = self.completed(other).with_mask(), other.completed(self).with_mask()
         assert a.mask is not None

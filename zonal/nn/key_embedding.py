@@ -99,8 +99,8 @@ def _axes(x: Tensor) -> tuple[Tensor, float]:
     """
     _, sizes, rows = torch.linalg.svd(x, full_matrices=False)
     rows = rows[:2]
-    # signs of singular vectors are anyone's: the largest entry of each is made positive, so that the same points make
-    # the same picture
+    # the signs of singular vectors are arbitrary: the largest entry of each is made positive, so that the same points
+    # give the same picture
     rows = rows * rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).sign()
     total = sizes.square().sum()
     return F.pad(rows, (0, 0, 0, 2 - rows.shape[0])).mT, float(sizes[:2].square().sum() / total) if total > 0 else 1.0

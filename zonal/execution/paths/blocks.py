@@ -315,7 +315,7 @@ class Sight(NamedTuple):
         """scores (…, G size, rows) with zeros, in place, where nothing is seen."""
         grid = scores.unflatten(-2, (self.groups, self.size))
         if self.mask is None:
-            grid.tril_(self.diagonal)  # five times faster than a mask, and as deaf to NaN
+            grid.tril_(self.diagonal)  # five times faster than a mask, and sets NaN to 0 as well
         else:
             grid.masked_fill_(~self.mask, 0)
         return scores

@@ -19,7 +19,7 @@ def search_of(call: Call) -> LSH:
     return cast(LSH, cast(TopK, call.bound.anchor).search)
 
 
-@untraced  # random numbers are drawn and kept, which is nothing for a graph
+@untraced  # random numbers are drawn and cached, which a traced graph cannot do
 def candidates(call: Call, native: bool) -> Candidates:
     """The candidates of a call's queries. The window is the first table, with a single bucket that holds every key.
 

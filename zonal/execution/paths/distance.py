@@ -31,7 +31,7 @@ def cuda_refusal(call: Call) -> Reason:
 
 
 def unfit(call: Call) -> Reason:
-    """What of a call no kernel for distances takes, or None."""
+    """Why no kernel for distances takes a call, or None."""
     score, link = call.bound.score, call.bound.link
     # prepared queries have their weights in front
     dim = call.shape.dim if call.raw is not None else call.k.shape[3]

@@ -41,7 +41,8 @@ from zonal.kernels.tile import TileInputs, TileSpec, backward, forward
 from zonal.names import known_names
 from zonal.tracing import untraced
 
-# of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
+# The largest relative error of the gradient's linear system. Rounding and the tolerance leave less; more would spoil
+# training.
 _UNSOLVED = 0.01
 
 
@@ -197,7 +198,7 @@ class _Torch:
     """Passes by torch's tiles, for every score."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        # a tile's row that is no number looks like one that sees nothing
+        # tiles cannot tell a row of NaN from one that sees no key
         if not bool(q.isfinite().all() and k.isfinite().all()):
             raise NonFiniteError(
                 f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and "
