@@ -92,6 +92,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON in its folder of results/be
 	@$(BIN)/python -m benchmarks.transport --threads 1
 	@$(BIN)/python -m benchmarks.local_global --threads 1
 	@$(BIN)/python -m benchmarks.training_step
+	@$(BIN)/python -m benchmarks.decoding --threads 1
 	@$(BIN)/python -m benchmarks.planner
 	@$(BIN)/python -m benchmarks.machines results/benchmarks
 
