@@ -32,6 +32,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.machine import seconds, synchronise
 from zonal.kernels.build import SETS
 from zonal.kernels.choice import features, processor
+from zonal.training.config import first_difference
 from zonal.training.environment import describe_device, versions
 
 SCHEMA = 1
@@ -452,10 +453,12 @@ def kept(out: str, resume: bool, settings: Mapping[str, Any] | None, device: tor
     found = store.read_json(out)
     with store.understood("bench", out):
         stored, machine, rows = (found[name] for name in ("settings", "device", "rows"))
-    if settings is not None and stored != json.loads(json.dumps(dict(settings))):
+    difference = None if settings is None else first_difference(stored, json.loads(json.dumps(dict(settings))))
+    if difference is not None:
+        name, old, new = difference
         raise ArgumentError(
-            f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was "
-            "made with, or another --out."
+            f"bench: --resume goes on from {out}, which holds results of other settings: {name} is {old!r} there and "
+            f"{new!r} here. Give the options it was made with, or another --out."
         )
     if machine != describe_device(device, torch.get_num_threads()):
         raise ArgumentError(

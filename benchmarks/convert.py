@@ -457,6 +457,7 @@ def main(argv: list[str] | None = None) -> int:
         "windows": options.windows,
         "factors": FACTORS,
         "rate": options.rate,
+        "steps": options.steps,
     }
     rows = common.kept(run.target, options.resume, settings, run.device)
     subject = Subject(model, windows(rest, tokenizer, 1, options.length))

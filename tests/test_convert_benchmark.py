@@ -84,8 +84,11 @@ def test_page(tmp_path: Path) -> None:
     assert "## Numbers\n\nOf things.\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 |  |\n" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options of a run on a model of two layers."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     modeling = importlib.import_module("transformers.models.llama.modeling_llama")
     torch.manual_seed(0)
     config = modeling.LlamaConfig(
@@ -105,11 +108,12 @@ def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         }
 
     monkeypatch.setattr(captured, "opened", opened)
+    return ["--model", "tiny.gguf", "--length", "24", "--windows", "2"]
+
+
+def test_a_tiny_model(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "convert.json"
-    assert (
-        convert.main(["--model", "tiny.gguf", "--length", "24", "--windows", "2", "--steps", "2", "--out", str(out)])
-        == 0
-    )
+    assert convert.main([*tiny, "--steps", "2", "--out", str(out)]) == 0
     value = json.loads(out.read_text())
     found = {row["form"]: row for row in value["rows"] if row["part"] == "perplexity"}
     assert abs(found[convert.EXACT]["difference"]) < 1e-3
@@ -126,3 +130,11 @@ def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert all(form in text for form in (*found, *trained))
     assert "zonal bench convert --threads 1 --model tiny.gguf" in text
     assert "holds" in capsys.readouterr().out
+
+
+def test_resume_refuses_other_steps(tiny: list[str], tmp_path: Path) -> None:
+    words = [*tiny, "--out", str(tmp_path / "convert.json")]
+    assert convert.main([*words, "--steps", "1"]) == 0
+    with pytest.raises(ArgumentError, match=r"holds results of other settings: steps is 1 there and 2 here"):
+        convert.main([*words, "--steps", "2", "--resume"])
+    assert convert.main([*words, "--steps", "1", "--resume"]) == 0
