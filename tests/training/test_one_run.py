@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -204,6 +205,21 @@ def test_thresholds_and_early_stop(tmp_path):
         on_event=seen.append,
     )
     assert (again.steps_done, [type(event) for event in seen]) == (result.steps_done, [kinds.RunFinished])
+
+
+def test_a_run_that_ends_early_logs_all_its_losses(tmp_path):
+    """The run ends at an evaluation that is no multiple of log_every."""
+    for every in (1, 7):
+        config = tiny_config(steps=400, eval_every=10, stop_at_accuracy=0.6, log_every=every)
+        result = train(tiny_model(), Recall(), config, tmp_path / str(every))
+        assert result.stopped_early
+    single, means = (
+        [each for each in map(json.loads, lines(tmp_path / name)) if each["kind"] == "train"] for name in ("1", "7")
+    )
+    assert means[-1]["step"] == result.steps_done
+    edges = [0, *(each["step"] for each in means)]
+    for (start, end), line in zip(itertools.pairwise(edges), means, strict=True):
+        assert line["loss"] == pytest.approx(sum(each["loss"] for each in single[start:end]) / (end - start))
 
 
 def test_best_weights_are_kept_when_asked(tmp_path):

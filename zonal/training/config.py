@@ -54,7 +54,8 @@ class TrainSettings:
     keep_best: bool = False
     """Also keep the weights of the best evaluation, in best.safetensors."""
     log_every: Annotated[int, STEPS] = 1
-    """Steps between lines of metrics.jsonl. Each line has the mean loss since the last one."""
+    """Steps between lines of metrics.jsonl. Each line has the mean loss since the last one. The last step has a line,
+    and with stop_at_accuracy each step that is evaluated, since the run may end there."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
 

@@ -293,7 +293,8 @@ class _Run:
         progress.tokens += batch.tokens.numel()
         seconds = progress.seconds + time.perf_counter() - started
         progress.unlogged.append(loss)
-        if progress.step % config.log_every == 0 or progress.step == config.steps:
+        may_end = progress.step == config.steps or (config.stop_at_accuracy is not None and self._evaluation_due())
+        if progress.step % config.log_every == 0 or may_end:
             mean = math.fsum(progress.unlogged) / len(progress.unlogged)
             progress.unlogged.clear()
             staged = {} if self.curriculum is None else self.curriculum.told(progress.step - 1)
