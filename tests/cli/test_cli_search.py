@@ -1,6 +1,7 @@
 """`zonal search`: its page, its recipe, which `zonal compare` and `zonal train` take, and its errors."""
 
 import json
+import math
 import shlex
 
 import pytest
@@ -90,9 +91,22 @@ def test_the_headline_says_what_a_search_does_not_show(here, capsys):
             rung["cost"] |= {"mean": sum(costs) / 2, "deviation": 0.05}
         (first, _) = report.headline(search, found | {"winner": winner})
         assert words in first
-        assert "That is no better than a guess (0.696)." in first
+        assert "That is no better than a guess (0.696 ± " in first
         assert first.endswith("The difference is within the spread over seeds.") == bool(winner)
         assert "guess" not in report.headline(search | {"guess": None}, found | {"winner": winner})[0]
+    # a little better than a guess by chance; findings of an earlier version do not say how many answers there were
+    (rung,) = found["regimes"][1]["rungs"]
+    guess, answers = search["guess"], rung["answers"]
+    (record, *_) = (json.loads(path.read_text()) for path in folder.rglob("run.json"))
+    assert answers == record["final"]["positions"]
+    margin = 2 * math.sqrt(guess * (1 - guess) / answers)
+    for cost, told in ((guess - 0.9 * margin, True), (guess - 1.1 * margin, False)):
+        rung["cost"] |= {"mean": cost}
+        assert ("no better than a guess" in report.headline(search, found | {"winner": 1})[0]) == told
+    rung["cost"] |= {"mean": guess - 0.9 * margin}
+    before = found["regimes"][1] | {"rungs": [{name: rung[name] for name in rung if name != "answers"}]}
+    regimes = [found["regimes"][0], before, found["regimes"][2]]
+    assert "guess" not in report.headline(search, found | {"winner": 1, "regimes": regimes})[0]
     for costs, end in (((0.5, 0.4), ", Softmax, lr 0.003."), ((0.5,), "cannot show whether that is more than chance.")):
         (rung,) = found["regimes"][1]["rungs"]
         rung["by_seed"] = dict(zip("01", costs, strict=False))

@@ -55,15 +55,20 @@ def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
 
 
 def chance_margin(data: ComparisonData) -> float:
-    """How far the accuracy of a guess may lie above its mean g by chance: two standard errors, 2 √(g (1 − g) / n).
-
-    n counts all answers of an evaluation, as if each were guessed independently; where answers of one sequence depend
-    on each other, or only a part of them was trained, chance gives more. 0 for a loss, and where n is not known.
-    """
+    """``guess_margin`` of the fewest answers of the runs. 0 for a loss, and where their number is not known."""
     counts = [run.final.positions for run in data.runs if run.final is not None and run.final.positions]
     if data.guess is None or not data.higher_is_better or not counts:
         return 0.0
-    return 2 * math.sqrt(data.guess.value * (1 - data.guess.value) / min(counts))
+    return guess_margin(data.guess.value, min(counts))
+
+
+def guess_margin(guess: float, answers: int) -> float:
+    """How far the accuracy of a guess may lie above its mean g by chance: two standard errors, 2 √(g (1 − g) / n).
+
+    answers: n, all answers of an evaluation, as if each were guessed independently; where answers of one sequence
+    depend on each other, or only a part of them was trained, chance gives more.
+    """
+    return 2 * math.sqrt(guess * (1 - guess) / answers)
 
 
 def learned(data: ComparisonData, number: float | None) -> bool | None:

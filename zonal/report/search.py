@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from zonal import store
 from zonal.evaluation.statistics import difference_within_spread
 from zonal.report import formats, page, table
+from zonal.report.fairness import guess_margin
 
 SCHEMA = 1
 _SHOWN_CYCLES = 12
@@ -132,8 +133,10 @@ def headline(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         for regime in (winner, start)
     )
     guess = search.get("guess")  # a search of an earlier version has none
-    learned = guess is None or best["cost"]["mean"] < guess
-    than_guess = "" if learned else f" That is no better than a guess ({formats.number(guess)})."
+    margin = _margin(search, best)
+    learned = guess is None or best["cost"]["mean"] < guess - margin
+    chance = f" ± {formats.number(margin)} by chance" if margin else ""
+    than_guess = "" if learned else f" That is no better than a guess ({formats.number(guess)}{chance})."
     if found["winner"] == 0:
         most = max(rung["steps"] for rung in start["rungs"])
         others = sum(any(rung["steps"] == most and rung["cost"] for rung in regime["rungs"]) for regime in regimes) - 1
@@ -156,6 +159,14 @@ def headline(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         f"{_cost(first)} for the start, {start['label']}.{than_guess}{seeds}",
         walk,
     ]
+
+
+def _margin(search: Mapping[str, Any], rung: Mapping[str, Any]) -> float:
+    """How far the error of a guess may lie below its mean by chance. 0 for a loss, and in findings of an earlier
+    version, which do not say how many answers were read.
+    """
+    guess, answers = search.get("guess"), rung.get("answers")
+    return guess_margin(guess, answers) if guess is not None and answers and search["metric"] == "accuracy" else 0.0
 
 
 def _facts(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -73,6 +73,8 @@ def _regime(regime: Regime, rungs: dict[int, Outcome]) -> dict[str, Any]:
                 "steps": steps,
                 "cost": None if outcome.costs is None else _spread(spread(list(outcome.costs.values()))),
                 "by_seed": None if outcome.costs is None else {str(seed): cost for seed, cost in outcome.costs.items()},
+                # of an evaluation: the margin of chance of a guess depends on their number
+                "answers": min((run.final["positions"] for run in outcome.runs if run.final is not None), default=None),
                 "message": outcome.message,
             }
             for steps, outcome in rungs.items()
