@@ -115,6 +115,14 @@ def test_a_command_line_reads_back_as_the_same_options():
     assert read(words[2:]) == options
 
 
+def test_none_leaves_out_what_takes_a_number():
+    options = read(["--clip", "none", "--checkpoint-seconds", "none", "--stop-at-accuracy", "None", "--steps", "7"])
+    training = options.training.config(7, 1e-3, 0)
+    assert (training.clip, training.checkpoint_seconds, training.stop_at_accuracy) == (None, None, None)
+    assert options.training.steps == 7
+    assert read(shlex.split(command_line("compare", options))[2:]) == options
+
+
 def test_defaults_need_no_words():
     assert command_line("compare", Compare()) == "zonal compare"
 
@@ -126,6 +134,7 @@ def test_defaults_need_no_words():
         (["--operater=x"], "Did you mean --operators?"),
         (["--no-rotray"], "Did you mean --no-rotary?"),
         (["--steps", "abc"], "--steps cannot be 'abc'"),
+        (["--clip", "no"], "--clip cannot be 'no'"),
         (["--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
         (["--steps"], "Missing value for argument '--steps'"),
         (["text"], "unexpected 'text'"),

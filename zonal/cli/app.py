@@ -159,7 +159,7 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
     errors = io.StringIO()
     given = {} if defaults is None else {"default": defaults}
     try:
-        with contextlib.redirect_stderr(errors):
+        with _registry(), contextlib.redirect_stderr(errors):
             options, unknown = tyro.cli(
                 kind,
                 prog=prog,
@@ -177,6 +177,35 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
         raise _unknown_option(call, unknown[0], kind())
     limits.check(call, options)
     return options
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """The parser's rules, with one more: an option that takes a number or None takes ``none`` for the latter."""
+    made = tyro.constructors.ConstructorRegistry()
+    made.primitive_rule(_number_or_none)
+    return made
+
+
+def _number_or_none(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    kind = next((kind for kind in (int, float) if info.type == kind | None), None)
+    if kind is None:
+        return None
+
+    def read_number(words: list[str]) -> float | None:
+        try:
+            return None if words[0].lower() == "none" else kind(words[0])
+        except ValueError as error:
+            raise ValueError(f"no number: {words}") from error  # in the parser's own form, for _one_line
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=read_number,
+        is_instance=lambda value: value is None or isinstance(value, int | kind),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:

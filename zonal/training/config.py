@@ -34,7 +34,7 @@ class TrainSettings:
     min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Final learning rate, as a fraction of the highest."""
     clip: Annotated[float | None, RATIO] = 1.0
-    """Clip the gradient to this global norm. None (in Python): no clipping."""
+    """Clip the gradient to this global norm. None: no clipping."""
     dtype: Dtype = "float32"
     """Number format. bfloat16 keeps parameters and optimiser in float32 and runs the model under autocast. On a CPU
     without instructions for bfloat16 that takes about ten times as long as float32.
@@ -50,7 +50,7 @@ class TrainSettings:
     checkpoint_every: Annotated[int | None, STEPS] = None
     """Steps between checkpoints. None: only by time."""
     checkpoint_seconds: Annotated[float | None, Between(0, 1e9)] = 60.0
-    """Seconds between checkpoints; there is always one when a run stops or ends. None (in Python): only by steps."""
+    """Seconds between checkpoints; there is always one when a run stops or ends. None: only by steps."""
     keep_best: bool = False
     """Also keep the weights of the best evaluation, in best.safetensors."""
     log_every: Annotated[int, STEPS] = 1
