@@ -28,6 +28,14 @@ def test_a_task_is_shown_with_what_it_asks(capsys):
         assert asked == f"[{next(word for word in read if word != '·')}]"
 
 
+def test_a_guess_of_what_was_trained_says_so(capsys):
+    """Trained pairs hold the word itself, which is found by equality; those that are held out do not."""
+    assert main(["tasks", "show", "hypernyms", "--subset", "carnivore", "--count", "1"]) == 0
+    about, metric, *_ = capsys.readouterr().out.splitlines()
+    assert about.endswith("where a guess among the labels in the context is right in 12.5%.")
+    assert metric == "metric  accuracy; a guess 0.417 on what was trained (pairs trained)"
+
+
 def test_text_is_shown_as_text(capsys):
     assert main(["tasks", "show", "text", "--length", "40", "--count", "1"]) == 0
     assert "[" not in capsys.readouterr().out.splitlines()[-1]

@@ -239,7 +239,7 @@ def test_examination(hypernyms, right, accuracy, precision):
 def test_what_is_told(hypernyms, paths):
     trained = [cell for cell in hypernyms.controls if cell.group == "trained"]
     assert hypernyms.guess().value == pytest.approx((1 + (len(trained) - 1) / 4) / len(trained))
-    assert "labels in the context is right in 25%" in hypernyms.describe()
+    assert "2 to 3, where a guess among the labels in the context is right in 25%" in hypernyms.describe()
     assert "WordNet's tree of carnivore" in hypernyms.describe()
     assert "never seen" in paths.describe()
     assert paths.decode(next(paths.evaluation_batches(1)).tokens[0].tolist()).count("?") == 2

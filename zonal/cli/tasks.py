@@ -47,12 +47,20 @@ def run(options: Tasks, command: str) -> int:
         raise ArgumentError("tasks: show requires the name of a task. `zonal tasks` lists them.")
     task = tasks.resolve(options.name, options)
     print(task.describe())
-    guess = task.guess()
-    print(f"metric  {task.metric}" + ("" if guess is None else f"; a guess {guess.value:.3f}"))
+    print(f"metric  {task.metric}{_guess(task)}")
     print(f"tokens  {task.vocab_size:,} different ones; up to {task.length:,} in a sequence")
     for step in range(options.count):
         print(f"\n{example(task, task.train_batch(step, 1, 0))}")
     return 0
+
+
+def _guess(task: tasks.Task) -> str:
+    """What a guess reaches, and on which part of the evaluation where that holds more than was trained."""
+    guess = task.guess()
+    if guess is None:
+        return ""
+    part = "" if guess.trained is None else f" on what was trained ({guess.trained[0]} {', '.join(guess.trained[1])})"
+    return f"; a guess {guess.value:.3f}{part}"
 
 
 def example(task: tasks.Task, batch: tasks.Batch) -> str:

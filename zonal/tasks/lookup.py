@@ -165,8 +165,8 @@ class Lookup(Drawn[Cell]):
         sizes = sorted({cell.size for cell in self.tests})
         return (
             f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled "
-            f"candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
-            f"a guess among labels in the context is right in {1 / self.pairs:.0%}."
+            f"candidates, tested at {size} {sizes[0]} to {sizes[-1]}, where a guess among the labels in the context is "
+            f"right in {100 / self.pairs:.3g}%."
         )
 
     def word(self, token: int) -> str:
