@@ -44,7 +44,7 @@ class ModelSettings:
     residual: Residual = "pre"
     """Residual connection: pre-norm, post-norm, a gate per channel, or a learned sum of all earlier results."""
     norm_eps: Annotated[float, RATIO] = 1e-6
-    """ε of the norms."""
+    """ε of the norms of blocks and of the last one. Norms inside layers, as of queries and keys, have their own ε."""
     init_std: Annotated[float, RATIO] = 0.02
     """Standard deviation of initial weights, divided by √(2 · layers) for outputs. Try 1/√dim too; post-norm 0.125."""
     tie_embeddings: bool = True
