@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import zonal
-from zonal import Memory, attention, models, nn
+from zonal import Memory, attention, models, nn, tasks, training
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.memory.reading import Readable
 from zonal.names import known_names
+from zonal.training.search import SearchSpec
 
 FOREIGN = (
     "is_causal",
@@ -39,6 +40,9 @@ ENTRIES = [
     Readable.read, *LAYERS, nn.Block,
     *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward,
     models.CausalLM.generate, models.CausalLM.prefill,
+    training.TrainConfig, training.ComparisonSpec, SearchSpec, training.train,
+    *(getattr(tasks, name) for name in tasks.__all__ if isinstance(getattr(tasks, name), type)
+      and issubclass(getattr(tasks, name), tasks.Task) and getattr(tasks, name) is not tasks.Task),
     models.Encoder, models.TextEncoder, models.VisionConfig, models.VisionEncoder, models.build,
     *(getattr(m, name) for name in m.names()),
 ]  # fmt: skip

@@ -40,6 +40,7 @@ from itertools import pairwise
 import numpy as np
 
 from zonal.errors import ArgumentError, unknown_name
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
 _SIZES = 2
@@ -295,6 +296,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 """The tasks in the order of the paper's tables."""
 
 
+@known_names
 @dataclass(eq=False)
 class Algorithmic(Drawn[int]):
     """Sequences of the task ``name``, of ``length`` tokens, with a vocabulary of ``vocab_size`` words and markers.

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from zonal.errors import ArgumentError
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, TRAIN, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
 _DEPTHS = 2
@@ -114,6 +115,7 @@ def height(tree: Tree) -> int:
     return 0 if isinstance(tree, int) else 1 + max(height(tree[1]), height(tree[2]))
 
 
+@known_names
 @dataclass(eq=False)
 class Expressions(Drawn[int]):
     """Completing a subtree of S-expressions, tested at ``depths`` and trained at all from 2 on: up to 3, and one more

@@ -21,6 +21,7 @@ import torch
 from zonal.data import permuted, shuffled_rows
 from zonal.data.wordnet import WORDNET, definitions
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, Task, check_batch, stream
 
 SHOWN = 0.5
@@ -30,6 +31,7 @@ _EMPTY, _UNKNOWN, _QUESTION = range(3)
 _SIGNS = ("·", "◌", "?")
 
 
+@known_names
 class Glosses(Task):
     """The noun that is defined, from half of the words of its definition.
 

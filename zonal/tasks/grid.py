@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from zonal.errors import ArgumentError, unknown_name
+from zonal.names import known_names
 from zonal.tasks.retrieval import KINDS, Words, check, example
 from zonal.tasks.task import TEST, Batch, Drawn, Guess, stream
 
@@ -51,6 +52,7 @@ def grid(kinds: Iterable[str], pairs: Iterable[int], lengths: Iterable[int]) -> 
     )
 
 
+@known_names
 @dataclass(eq=False)
 class Retrieval(Drawn[Shape]):
     """Retrieval of facts from noise, of one kind or of several (``zonal.tasks.retrieval``).

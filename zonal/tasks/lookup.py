@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from zonal.errors import ArgumentError
+from zonal.names import known_names
 from zonal.tasks import relations
 from zonal.tasks.relations import Cell, Question, Source
 from zonal.tasks.task import IGNORED, TEST, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
@@ -33,6 +34,7 @@ which label belongs to which candidate, as with the values of associative recall
 _TRIES = 200
 
 
+@known_names
 @dataclass(eq=False)
 class Lookup(Drawn[Cell]):
     """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another

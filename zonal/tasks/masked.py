@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zonal.data.tokenizers import Tokenizer
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, stream
 from zonal.tasks.text import Text
 
@@ -18,6 +19,7 @@ ASKED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
 SIGN = "▢"
 
 
+@known_names
 class MaskedText(Text):
     """``Text`` for models in which every token sees the whole window. The loss is that of the hidden tokens, in nats.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zonal.data import permuted
 from zonal.errors import ArgumentError
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
 
 _NOISE_ROWS = 8192
@@ -230,6 +231,7 @@ def _mean(found: Sequence[tuple[float, int]]) -> float:
     return sum(value * count for value, count in found) / sum(count for _, count in found)
 
 
+@known_names
 class MQAR(Task):
     """Recall on fixed sets of training and test sequences, in segments of one length and number of pairs each.
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from zonal.errors import ArgumentError
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, Batch, Drawn, Examined, Examinee, Guess, check_batch, stream
 
 _COUNTS = 2
@@ -27,6 +28,7 @@ SLOWEST, FASTEST = 0.02, 0.25
 """Frequencies, in waves a token: periods from 4 to 50 tokens."""
 
 
+@known_names
 @dataclass(eq=False)
 class Periodic(Drawn[int]):
     """Signals of each number of ``frequencies``, in ``vocab_size`` levels and ``length`` tokens, of which the first

@@ -20,9 +20,11 @@ from torch import Tensor
 from zonal.data import shuffled_rows
 from zonal.data.images import FASHION_CLASSES, FASHION_MNIST, Images, fashion_mnist
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.names import known_names
 from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
 
 
+@known_names
 class Pixels(Task):
     """Which of ten classes a picture belongs to.
 

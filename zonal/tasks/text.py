@@ -20,6 +20,7 @@ from zonal.data import cached_corpus, is_corpus, open_corpus, open_source, permu
 from zonal.data.shards import Corpus
 from zonal.data.tokenizers import Tokenizer
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.names import known_names
 from zonal.tasks.task import Batch, Guess, Task, check_batch
 
 _BLOCK = 1 << 20
@@ -43,6 +44,7 @@ def _split(corpus: Corpus, token_bytes: np.ndarray, validation_fraction: float) 
     return 0
 
 
+@known_names
 class Text(Task):
     """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…"
     (``zonal.data.open_source``).

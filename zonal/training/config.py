@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.limits import RATIO, SHARE, SIZE, STEPS, TOKENS, Between
+from zonal.names import known_names
 from zonal.typed import check_fields
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -60,6 +61,7 @@ class TrainSettings:
     """Also write TensorBoard events."""
 
 
+@known_names
 @dataclass(frozen=True)
 class TrainConfig(TrainSettings):
     """Settings of one run; see also ``TrainSettings``.

@@ -25,6 +25,7 @@ from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
+from zonal.names import known_names
 from zonal.store import read_header
 from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
@@ -45,6 +46,7 @@ from zonal.training.step import autocast
 T = TypeVar("T")
 
 
+@known_names
 def train(
     model: LanguageModel,
     task: Task,

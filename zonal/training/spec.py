@@ -12,6 +12,7 @@ from zonal import tasks
 from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
 from zonal.models.layers import canonical_layers, declarations, entry_of, is_list, layer_list, layers_for
+from zonal.names import known_names
 from zonal.report.published import Published
 from zonal.store import understood
 from zonal.training import curriculum
@@ -39,6 +40,7 @@ class PlannedRun:
     learning_rate: float
 
 
+@known_names
 @dataclass(frozen=True)
 class ComparisonSpec:
     """

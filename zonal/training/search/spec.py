@@ -13,6 +13,7 @@ from zonal.errors import ArgumentError, unknown_name
 from zonal.evaluation.selection import capped
 from zonal.limits import RATIO, SEED, SHARE, Between
 from zonal.models import ModelConfig
+from zonal.names import known_names
 from zonal.store import understood
 from zonal.training import curriculum
 from zonal.training.config import TrainConfig, short
@@ -55,6 +56,7 @@ class SearchSettings:
     """Seed of the search itself: which moves are tried, and whether a worse one is accepted."""
 
 
+@known_names
 @dataclass(frozen=True)
 class SearchSpec(SearchSettings):
     """What a search is asked for; see also ``SearchSettings``.
