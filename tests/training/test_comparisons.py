@@ -350,15 +350,15 @@ def test_a_full_disk_stops_everything(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("jobs", "operators"), [(1, ("softmax", "sko(degrees=(2.0, 3.0))")), (2, ("softmax",))])
 def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs, operators):
-    """With two jobs each run is a process, which takes seconds to start."""
-    labels = ("first", "second")[: len(operators)]
-    spec = a_spec(operators=operators, labels=labels, seeds=(3, 4, 5), learning_rates=(1e-4, 1e-2), screening_seeds=1)
+    """With two jobs each run is a process, which takes seconds to start: there are fewer."""
+    labels, seeds = ("first", "second")[: len(operators)], (3, 4, 5)[: 4 - jobs]
+    spec = a_spec(operators=operators, labels=labels, seeds=seeds, learning_rates=(1e-4, 1e-2), screening_seeds=1)
     comparison, seen = Comparison(tmp_path / "it", spec), []
     stopped = comparison.run(
         on_event=seen.append, should_stop=lambda: any(isinstance(event, kinds.RunFinished) for event in seen)
     )
     assert stopped.status == "stopped"
-    assert stopped.left == 4 * len(operators) - 1
+    assert stopped.left == spec.runs_each * len(operators) - 1
     # the second operator has no run yet
     assert [row.label for row in summarise(load(tmp_path / "it")).rows] == list(labels)
     result = Comparison.open(tmp_path / "it").run(jobs=jobs, threads=None)
@@ -369,10 +369,10 @@ def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs,
         best = min(rate for rate in tried if tried[rate] == max(tried.values()))
         assert set(tried) == {1e-4, 1e-2}
         assert result.best_learning_rates[operator] == best
-        assert [(run.seed, run.learning_rate) for run in runs if run.seed != 3] == [(4, best), (5, best)]
+        assert [(run.seed, run.learning_rate) for run in runs if run.seed != 3] == [(seed, best) for seed in seeds[1:]]
         row = next(row for row in summarise(load(tmp_path / "it")).rows if row.operator == operator)
         assert row.learning_rate == best
-        assert [run.seed for run in row.runs] == [3, 4, 5]
+        assert [run.seed for run in row.runs] == list(seeds)
     again, events = Comparison.open(tmp_path / "it"), []
     assert again.run(on_event=events.append).status == "done"
     assert not any(isinstance(event, kinds.RunStarted) for event in events)
