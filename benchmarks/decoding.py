@@ -103,7 +103,7 @@ def line(row: dict[str, Any], case: Case) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 unless a model decodes something else than it reads."""
-    options = common.parser(__doc__ or "", "decoding", "budget", "only", budget=20.0, by_machine=True)
+    options = common.parser(__doc__ or "", "decoding", "budget", "only", budget=4.0, by_machine=True)
     options.add_argument("--preset", default="text-contest", help="whose models (default: %(default)s)")
     run = common.Run(options.parse_args(argv), only_cpu="its models are made on the CPU")
     models = configs(run.options.preset)
