@@ -208,3 +208,40 @@ def test_lower_precision_and_autocast() -> None:
         assert y.dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(other.step(*(x.float() for x in part(tensors, t, t + 1))), y)
+
+
+FUSED: dict[str, tuple[Callable[[], Operator], torch.dtype, bool]] = {
+    "softmax": (m.softmax, torch.float32, True),
+    "softmax of cosines": (m.cosine, torch.float32, True),
+    "float64": (m.softmax, torch.float64, False),
+    "bfloat16": (m.softmax, torch.bfloat16, False),
+    "window": (lambda: m.softmax().replace(prior=prior.Window(6)), torch.float32, False),
+    "alibi": (lambda: m.softmax().replace(prior=prior.ALiBi()), torch.float32, False),
+    "own key hidden": (lambda: m.softmax().replace(prior=prior.Causal(include_self=False)), torch.float32, False),
+    "no normalisation": (lambda: Operator(score.Dot(), link.Exp(), anchor.Count()), torch.float32, False),
+    "another link": (m.yat, torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_torchs_fused_attention_reads_the_keys_of_softmax(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, dtype, expected = FUSED[case]
+    operator, tensors = made().requires_grad_(False), draw(dtype=dtype)
+    reads: list[int] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *x, **options: reads.append(1) or fused(*x, **options),
+    )
+    decoder = Memory.empty(operator, 2, 2, 5, 6, dtype).absorb(*part(tensors[1:], 0, 9)).decoder()
+    y = torch.cat([decoder.step(*part(tensors, t, t + 1)) for t in range(9, 30)], 2)
+    assert bool(reads) is expected
+    exact = zonal.attention(*(x.double() for x in tensors), copy.deepcopy(operator).double(), causal=True, path="dense")
+    assert (y - exact[:, :, 9:]).abs().max() < {torch.bfloat16: 0.02, torch.float32: 1e-5}.get(dtype, 1e-12)
+    biased = decoder.fork()
+    biased.step(*part(tensors, 0, 1), key_bias=torch.full((2, 2, 1), -2.0, dtype=dtype))
+    before = len(reads)
+    biased.step(*part(tensors, 1, 2))  # the memory keeps the bias
+    assert len(reads) == before
+    assert (decoder.memory().count, biased.memory().count) == (30, 32)

@@ -1,6 +1,7 @@
-"""Steps of a decoder by compiled kernels on the CPU: a few tokens absorbed into a memory's sums and read.
+"""Steps of a decoder that are set up once, on the CPU: a few tokens absorbed into a memory and read.
 
-Sums over features are passed over once a step, also those before a window; a step of ridge statistics takes O(r^2).
+Compiled kernels pass over sums over features once a step, also over those before a window; a step of ridge statistics
+takes O(r^2). Torch's fused attention reads the keys and values of softmax attention.
 """
 
 from collections.abc import Callable
@@ -8,11 +9,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.bound import Bound
+from zonal.algebra.prior import Causal
 from zonal.algebra.score import Clipped
 from zonal.algebra.score.base import prepared_keys
 from zonal.execution.call import Call
@@ -30,7 +33,7 @@ from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge_decode import DTYPES as RIDGE_DTYPES
 from zonal.kernels.ridge_decode import FAMILY as RIDGE
 from zonal.kernels.ridge_decode import LATE, Stepper
-from zonal.memory import Memory
+from zonal.memory import KeyValues, Memory
 from zonal.memory.inverse import REMAKE, Inverse, ridge_version
 from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums as MemorySums
@@ -80,6 +83,29 @@ def ridge_refusal(call: Call) -> Reason:
     if isinstance(call.memory, GramStatistics) and recorded([call.memory.gram, call.memory.cross]):
         return "it has no gradients, and the memory may be asked for some"
     return _refusal(RIDGE, call, ("ridge", "fading"), other_ridge)
+
+
+def keys_refusal(call: Call) -> Reason:
+    """Why torch's fused attention does not take a token after kept keys and values, or None."""
+    memory = call.memory
+    if call.dtype != torch.float32 or not isinstance(memory, KeyValues) or memory.form.dtype != call.dtype:
+        return "it is for tokens and keys in float32"
+    room = memory.buffer.room
+    if recorded([room.k, room.v]):
+        return "it has no gradients, and the memory may be asked for some"
+    if memory.biased or room.mask is not None:
+        return "the memory keeps decays, key biases or padding, which are not in it"
+    return _unfit(call, ("keys",), _not_softmax)
+
+
+def _not_softmax(call: Call) -> Reason:
+    """The refusal of other weights than exp(q . k) over its sum in a row, of prepared q and k, and of priors."""
+    bound, tags = call.bound, call.tags
+    exponential = bound.score.bilinear and tile.code_of(bound.link) == FORMULAS["exp"]
+    if not exponential or tags.reduction != "row" or tags.top or not call.include_self:
+        return "it computes softmax attention alone"
+    plain_priors = all(isinstance(prior, Causal) for prior in bound.priors) and bound.slopes is None
+    return None if plain_priors else "windows and biases of the distance are not in it"
 
 
 def _other_kernels(call: Call) -> Reason:
@@ -157,13 +183,13 @@ class Compiled:
     being prepared and planned again.
     """
 
-    def __init__(self, call: Call, memory: MemorySums | WindowedSums | GramStatistics) -> None:
+    def __init__(self, call: Call, memory: Memory) -> None:
         shape = call.shape
         self.operator, self.bound = call.operator, call.bound
         self.heads, self.scale, self.dtype = shape.heads, None if call.raw is None else call.raw.scale, call.dtype
         self.sizes = shape.batch, call.bound.kv_heads, call.head_dim, shape.value_dim
         self._numbers = Numbers(call.operator)
-        self._count, self._padding = memory.count, memory.padding.contiguous()
+        self._count = memory.count
 
     @property
     def count(self) -> int:
@@ -198,6 +224,34 @@ class Compiled:
             return q, k, v.float()
 
 
+class KeySteps(Compiled):
+    """Keys and values that torch's fused attention reads, one token a step."""
+
+    def __init__(self, call: Call, memory: KeyValues) -> None:
+        super().__init__(call, memory)
+        self._held, self._grouped = memory, call.bound.groups > 1
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+        return super().takes(q, k, v, scale) and q.shape[2] == 1
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """y (B, H, 1, P), or None for more than one token, where nothing has changed."""
+        return None if log_decay is not None else self.run(*self.prepared(q, k, v))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """``step`` of prepared queries and keys."""
+        if q.shape[2] != 1 or log_decay is not None:
+            return None
+        self._held = cast(KeyValues, self._held.extended(Tokens(k, v)))
+        self._count = self._held.count
+        kept = self._held.tokens
+        return F.scaled_dot_product_attention(q, kept.k, kept.v, scale=1.0, enable_gqa=self._grouped)
+
+    def memory(self) -> KeyValues:
+        """The memory after all steps. Later ones leave it as it is: they write behind its keys."""
+        return self._held
+
+
 class SumsSteps(Compiled):
     """A memory of sums over features in the hands of the kernel, which changes its own copy of them in place.
 
@@ -221,6 +275,7 @@ class SumsSteps(Compiled):
             )  # fmt: skip
             self._kernel = Kernel(spec, _by_head(product.scale, self.heads), _weights(bound, dim), product.maps)
         self._before, self._state, self._own = memory, memory.state.contiguous(), False
+        self._padding = memory.padding.contiguous()
         self._total, self._declared, self._passed = memory.total, bound.log_decay, 0  # tokens at the declared rate
         self._keep = (
             None if self._declared is None else self._declared.exp().float().view(1, -1, 1).expand(batch, -1, -1)
@@ -291,6 +346,7 @@ class WindowSteps(Compiled):
             weights = _weights(far.bound, far.bound.score.width(dim))
             self._kernel = Kernel(spec, scale, weights, product.maps, rules)
         self._before, self._state, self._own = memory, memory.state.contiguous(), False
+        self._padding = memory.padding.contiguous()
         self._size, self._length = far.window, memory.tokens.length
         opening = memory.tokens.span(0, 0) if memory.opening is None else memory.opening
         first = opening.map(lambda x: x.clone(memory_format=torch.contiguous_format))  # the kernel writes into it
@@ -392,7 +448,7 @@ class RidgeSteps(Compiled):
             self._version, inverse = ridge_version(call.operator), memory.inverse
             if inverse is None or inverse.version != self._version:
                 inverse = Inverse(memory.solved(bound), 0, self._version)
-        self._before, self._total = memory, memory.total
+        self._before, self._padding, self._total = memory, memory.padding.contiguous(), memory.total
         self._declared = None if bound.log_decay is None else bound.log_decay.double().view(1, -1, 1)
         sums = memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last, memory.level
         self._settled(Sums(*sums).contiguous(), memory.count, inverse.age)
@@ -467,12 +523,13 @@ class RidgeSteps(Compiled):
         )  # fmt: skip
 
 
-Steps = SumsSteps | RidgeSteps | WindowSteps
-"""A memory in the hands of a compiled kernel."""
+Steps = SumsSteps | RidgeSteps | WindowSteps | KeySteps
+"""A memory in the hands of a kernel."""
 KINDS: dict[type[Memory], tuple[Callable[[Call], Reason], Callable[[Call, Any], Steps]]] = {
     GramStatistics: (ridge_refusal, RidgeSteps),
     WindowedSums: (window_refusal, WindowSteps),
     MemorySums: (sums_refusal, SumsSteps),
+    KeyValues: (keys_refusal, KeySteps),
 }
 """For each kind of memory that has a kernel: what the kernel refuses, and its steps."""
 
