@@ -70,16 +70,15 @@ def decoded(length: int, device: torch.device) -> dict[str, Any]:
         for made in (operator(), mechanisms.softmax())
     ]
 
-    def run(memory: zonal.Memory) -> object:
-        decoder = memory.decoder()
-        return [decoder.step(*step) for step in steps]
-
+    ours, theirs = (memory.decoder() for memory in memories)
     with torch.no_grad():
-        found = common.compare(lambda: run(memories[0]), lambda: run(memories[1]), device, pairs=7, budget=6.0)
-    ours, theirs = (memory.nbytes for memory in memories)
+        found = common.compare(
+            lambda: [ours.step(*step) for step in steps], lambda: [theirs.step(*step) for step in steps], device,
+            pairs=7, budget=6.0,
+        )  # fmt: skip
     return {
-        "kind": "decode", "T": length, "steps": STEPS, "against_softmax": found.to_dict(), "bytes": ours,
-        "softmax_bytes": theirs,
+        "kind": "decode", "T": length, "steps": STEPS, "against_softmax": found.to_dict(),
+        "bytes": memories[0].nbytes, "softmax_bytes": memories[1].nbytes,
     }  # fmt: skip
 
 
