@@ -21,7 +21,7 @@ from torch import Tensor
 import zonal
 from benchmarks import common
 from zonal import mechanisms
-from zonal.execution.call import prepare
+from zonal.execution.call import prepare, resumed
 from zonal.execution.paths import steps, sums
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
@@ -186,14 +186,13 @@ def _steps(name: str, case: Case) -> float:
     work, worst = Work.of(Case(case.operator, case.dim, 4 * STEPS + 200)), 0.0
     for tokens in (1, 4):
         q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
-        refused = steps.sums_refusal(
-            prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True)
-        )
-        if refused is not None:
-            raise common.GateError(f"{name}: torch would be timed, for {refused}")
         before = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(
             work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens]
         )
+        call = prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True)
+        refused = steps.sums_refusal(resumed(call, before))
+        if refused is not None:
+            raise common.GateError(f"{name}: torch would be timed, for {refused}")
         after = Work(case, q, k, v, work.operator)
         got = after.decode(before.decoder(), after.steps(tokens))
         reference = zonal.attention(
