@@ -87,14 +87,14 @@ def ridge_refusal(call: Call) -> Reason:
 
 def keys_refusal(call: Call) -> Reason:
     """Why torch's fused attention does not take a token after kept keys and values, or None."""
-    memory = call.memory
-    if call.dtype != torch.float32 or not isinstance(memory, KeyValues) or memory.form.dtype != call.dtype:
-        return "it is for tokens and keys in float32"
+    memory = cast(KeyValues, call.memory)
     room = memory.buffer.room
+    if not call.dtype is memory.form.dtype is torch.float32 or call.shape.queries != 1:
+        return "it takes one token in float32 after keys in float32"
     if recorded([room.k, room.v]):
         return "it has no gradients, and the memory may be asked for some"
-    if memory.biased or room.mask is not None:
-        return "the memory keeps decays, key biases or padding, which are not in it"
+    if call.log_decay is not None or memory.biased or room.mask is not None:
+        return "decays, key biases and padding are not in it"
     return _unfit(call, ("keys",), _not_softmax)
 
 
@@ -235,13 +235,11 @@ class KeySteps(Compiled):
         return super().takes(q, k, v, scale) and q.shape[2] == 1
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """y (B, H, 1, P), or None for more than one token, where nothing has changed."""
-        return None if log_decay is not None else self.run(*self.prepared(q, k, v))
+        """y (B, H, 1, P). log_decay is None: operators that fade are refused."""
+        return self.run(*self.prepared(q, k, v))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of prepared queries and keys."""
-        if q.shape[2] != 1 or log_decay is not None:
-            return None
         self._held = cast(KeyValues, self._held.extended(Tokens(k, v)))
         self._count = self._held.count
         kept = self._held.tokens
