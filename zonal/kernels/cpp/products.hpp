@@ -124,14 +124,16 @@ APART void add_rows_by_columns(const T* const (&rows)[N], const T* cols, int64_t
   }
 }
 
+// to += from, fewer than C numbers: the end of a row
+APART void add_few(float* to, const float* from, int64_t numbers) {
+  for (int64_t i = 0; i < numbers; ++i) to[i] += from[i];
+}
+
 // to (width numbers) += from (C numbers), as far as the width goes
 INLINE void add_row(float* to, const float* from, int64_t width) {
-  if (width >= C) {
-    store(to, load(to) + load(from));
-    store(to + L, load(to + L) + load(from + L));
-  } else {
-    for (int64_t i = 0; i < width; ++i) to[i] += from[i];
-  }
+  if (width < C) return add_few(to, from, width);
+  store(to, load(to) + load(from));
+  store(to + L, load(to + L) + load(from + L));
 }
 
 // into (rows of ``width`` numbers, by index) += tile^T rows: the keys of a block, R at a time, against SPAN queries.

@@ -176,7 +176,7 @@ struct Walk {
   // all sums times a number, and the inverse accordingly
   void fade(const Span& span) {
     if (!FADES || span.keep == 1) return;
-    const auto scale = [](auto* x, int64_t numbers, double by) {
+    const auto scale = [](auto* x, int64_t numbers, double by) APART {
       const auto factor = static_cast<std::remove_reference_t<decltype(*x)>>(by);
       for (int64_t i = 0; i < numbers; ++i) x[i] *= factor;
     };

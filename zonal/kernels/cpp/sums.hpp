@@ -250,6 +250,11 @@ INLINE void add(float* sum, float* lost, X x) {
   std::memcpy(lost, &missing, sizeof(X));
 }
 
+// ``add`` to fewer numbers than a vector has: the end of a row
+APART void add_few(float* sums, float* lost, const float* x, int64_t numbers) {
+  for (int64_t i = 0; i < numbers; ++i) add(sums + i, lost + i, x[i]);
+}
+
 // into (N rows of W vectors) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to
 // column, rows (tokens, step); lost: beside into, what rounding took there
 template <int N, int W, bool KEEPS = false>
@@ -335,7 +340,7 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
           float sums[N * L] = {};
           columns_by_rows<N, 1>(at, SLICE * C, rows + p, step, tokens, sums, L);
           EACH_ROW
-            for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * L + i]);
+            add_few(state + r * width + p, missing + r * width + p, sums + r * L, body - p);
         }
       });
     for (int64_t a = s0; apart && a < s1; a += L) {  // a vector of features at once, so that their lanes are summed by one transposition
