@@ -22,7 +22,8 @@ import zonal
 from benchmarks import common
 from zonal import mechanisms, prior
 from zonal.execution.call import prepare
-from zonal.execution.paths import ridge, steps
+from zonal.execution.paths import ridge
+from zonal.execution.paths.steps.ridge import ridge_refusal
 
 HEADS, VALUES = 8, 64
 STEPS = 16
@@ -170,7 +171,7 @@ def gate(cases: Sequence[Case]) -> dict[str, float]:
         common.gate_gradients(name, got, [work.q, work.k, work.v], reference, exact, 1e-4)
         with torch.no_grad():
             q, k, v = (x.detach() for x in (work.q, work.k, work.v))
-            refused = steps.ridge_refusal(prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True))
+            refused = ridge_refusal(prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True))
             if refused is not None:
                 raise common.GateError(f"{work.case.kind}, steps: torch would be timed, for {refused}")
             before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])

@@ -22,7 +22,8 @@ import zonal
 from benchmarks import common
 from zonal import mechanisms
 from zonal.execution.call import prepare, resumed
-from zonal.execution.paths import steps, sums
+from zonal.execution.paths import sums
+from zonal.execution.paths.steps.sums import sums_refusal
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
@@ -190,7 +191,7 @@ def _steps(name: str, case: Case) -> float:
             work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens]
         )
         call = prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True)
-        refused = steps.sums_refusal(resumed(call, before))
+        refused = sums_refusal(resumed(call, before))
         if refused is not None:
             raise common.GateError(f"{name}: torch would be timed, for {refused}")
         after = Work(case, q, k, v, work.operator)

@@ -22,8 +22,8 @@ from zonal.errors import ArgumentError
 from zonal.execution import plan
 from zonal.execution.call import prepare, resumed
 from zonal.execution.machine import TYPICAL_CPU
-from zonal.execution.paths import steps as steps_path
-from zonal.execution.paths.steps import SumsSteps
+from zonal.execution.paths.steps.base import MOST_TOKENS
+from zonal.execution.paths.steps.sums import SumsSteps, sums_refusal
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
 from zonal.kernels.decode import FAMILY, Decoder, DecodeSpec
@@ -438,11 +438,11 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (x.to(dtype) for x in draw((2, 2, 5, 6), tokens))
         call = prepare(operator, q, k, v, causal=True, **arguments)
         memory = Memory.empty(operator, 2, call.bound.kv_heads, 5, 6, kind=kind)
-        return str(steps_path.sums_refusal(resumed(call, memory)))
+        return str(sums_refusal(resumed(call, memory)))
 
     assert reason(m.squared_affine()) == "None"
-    assert reason(m.squared_affine(), steps_path.MOST_TOKENS) == "None"
-    assert "1 to 16 new tokens" in reason(m.squared_affine(), steps_path.MOST_TOKENS + 1)
+    assert reason(m.squared_affine(), MOST_TOKENS) == "None"
+    assert "1 to 16 new tokens" in reason(m.squared_affine(), MOST_TOKENS + 1)
     assert "float64" in reason(m.squared_affine(), dtype=torch.float64)
     assert "kind 'keys'" in reason(m.softmax())
     with torch.no_grad():

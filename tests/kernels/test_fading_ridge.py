@@ -18,7 +18,7 @@ from zonal import mechanisms as m
 from zonal.errors import NonFiniteError
 from zonal.execution.call import prepare
 from zonal.execution.paths import ridge as ridge_path
-from zonal.execution.paths.steps import RidgeSteps
+from zonal.execution.paths.steps.ridge import RidgeSteps
 from zonal.kernels import native as native_kernels
 from zonal.memory import FadingStatistics
 

@@ -20,8 +20,7 @@ from zonal import mechanisms as m
 from zonal.errors import NonFiniteError
 from zonal.execution.call import Call, empty_memory, prepare, resumed
 from zonal.execution.paths import ridge as ridge_path
-from zonal.execution.paths import steps
-from zonal.execution.paths.steps import RidgeSteps
+from zonal.execution.paths.steps.ridge import RidgeSteps, ridge_refusal
 from zonal.kernels import native as native_kernels
 from zonal.kernels.op import encode
 from zonal.kernels.ridge import RidgeInputs, RidgeSpec, ridge
@@ -428,7 +427,7 @@ def test_which_steps_are_refused() -> None:
     operator = m.ska(power=1)
 
     def why(operator: Operator, *tensors: Tensor) -> str:
-        return str(steps.ridge_refusal(prepare(operator, *tensors, causal=True)))
+        return str(ridge_refusal(prepare(operator, *tensors, causal=True)))
 
     with torch.no_grad():
         assert why(operator, q, k, v) == "None"

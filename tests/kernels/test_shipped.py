@@ -20,7 +20,9 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.cli import build as command
 from zonal.execution.call import prepare
-from zonal.execution.paths import distance, ridge, sparse, steps, sums, tile
+from zonal.execution.paths import distance, ridge, sparse, sums, tile
+from zonal.execution.paths.steps.ridge import ridge_refusal
+from zonal.execution.paths.steps.sums import sums_refusal
 from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build, choice
 from zonal.kernels import native as native_kernels
@@ -172,9 +174,9 @@ def refused(family: str) -> str | None:
     }.get(family, m.linear)()
     call = prepare(operator, q, k, v, causal=True)
     if family == "decode":
-        return steps.sums_refusal(call)
+        return sums_refusal(call)
     if family == "ridge_decode":
-        return steps.ridge_refusal(call)
+        return ridge_refusal(call)
     asked = {
         "tile": tile.refusal,
         "sums": sums.refusal,

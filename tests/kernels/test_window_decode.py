@@ -18,8 +18,8 @@ import zonal
 from zonal import Memory, Operator, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.execution.paths import steps as steps_path
-from zonal.execution.paths.steps import WindowSteps
+from zonal.execution.paths.steps.base import MOST_TOKENS
+from zonal.execution.paths.steps.window import WindowSteps
 from zonal.kernels import native as native_kernels
 from zonal.memory import WindowedSums
 
@@ -229,7 +229,7 @@ def test_who_is_refused(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> No
         assert steps == []
 
     op, frozen = operator(), m.local_global(5, "squared_affine", learn_weight=False)
-    assert told(op) == told(op, steps_path.MOST_TOKENS) == "a compiled kernel"
+    assert told(op) == told(op, MOST_TOKENS) == "a compiled kernel"
     assert "1 to 16 new tokens" in told(op, 17)
     assert "float64" in told(op, dtype=torch.float64)
     missing(op)  # gradients of what it has learned

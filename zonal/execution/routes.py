@@ -20,7 +20,6 @@ from zonal.execution.paths import (
     local_global,
     ridge,
     sparse,
-    steps,
     streaming,
     sums,
     tile,
@@ -29,6 +28,9 @@ from zonal.execution.paths import (
     tree,
 )
 from zonal.execution.paths.dense import dense
+from zonal.execution.paths.steps.ridge import ridge_refusal
+from zonal.execution.paths.steps.sums import sums_refusal
+from zonal.execution.paths.steps.window import window_refusal
 from zonal.execution.paths.sums import Runner
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
@@ -217,11 +219,11 @@ ROUTES: tuple[Route, ...] = (
     Route("chunked", "Triton ridge", ridge.refusal, work.compiled_ridge, ridge.chunked, _RIDGE, "ridge", True),
     Route("chunked", "torch ridge", _constant, work.ridge, chunked.chunked, _TORCH, "ridge"),
     Route("chunked", "torch fading", _fades, work.fading, chunked.chunked, _TORCH, "ridge"),
-    Route("streaming", "C++ sums", steps.sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
+    Route("streaming", "C++ sums", sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
           False, sources=("decode",)),
-    Route("streaming", "C++ window and sums", steps.window_refusal, work.compiled_window_steps, streaming.by_kernel,
+    Route("streaming", "C++ window and sums", window_refusal, work.compiled_window_steps, streaming.by_kernel,
           _STEPS, "window", False, sources=("decode",)),
-    Route("streaming", "C++ ridge", steps.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
+    Route("streaming", "C++ ridge", ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel,
           _RIDGE_STEPS, "ridge", False, sources=("ridge_decode",)),
     Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
     Route("sparse", "C++", sparse.kernel_refusal, work.compiled_candidates, _whole(sparse.compiled), _SPARSE, "",

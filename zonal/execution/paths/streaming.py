@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zonal.execution.call import Call, check_memory, empty_memory, tail
 from zonal.execution.paths.documents import by_document
-from zonal.execution.paths.steps import KINDS, Steps, WindowSteps
+from zonal.execution.paths.steps.kinds import KINDS, Steps
+from zonal.execution.paths.steps.window import WindowSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, KeyValues, Memory, Tokens
 from zonal.memory.refusals import features_refusal
