@@ -100,6 +100,17 @@ def test_every_block_size_is_the_recurrence_with_all_gradients(kind, path):
     )
 
 
+@pytest.mark.parametrize("kind", ["gated_kalmanet", "gated_deltanet"])
+def test_the_gate_of_the_output_can_be_left_out(kind):
+    layer = make(kind, gated=False)
+    layers.check_gradients(
+        layer, "chunked", functools.partial(by_hand, layer), values=TOLERANCE, gradients={"rtol": 1e-6, "atol": 1e-7}
+    )
+    layers.check_causal(layer)
+    gated = make(kind).input.weight.shape[0]
+    assert gated - layer.input.weight.shape[0] == layer.sizes.inner  # SiLU(z) alone
+
+
 @pytest.mark.parametrize("length", [1, 64, 131])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_over_borders_of_blocks(kind, length):

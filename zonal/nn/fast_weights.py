@@ -64,19 +64,20 @@ class FastWeights(TokenMixer):
     ("auto", "chunked"), of one token ("streaming"), or of all tokens ("dense").
     """
 
-    gated: ClassVar[bool] = True
     convolves_values: ClassVar[bool] = True
     gates: ClassVar[int] = 2
     """Inputs of the gates, per token and head."""
     solves: ClassVar[bool] = False
     """Whether queries are solved with the sum of k k^T, which then stands in the matrix before that of k v^T."""
 
-    def __init__(self, dim: int, state: int, head_dim: int, expand: int, conv: int, norm_eps: float) -> None:
+    def __init__(
+        self, dim: int, state: int, head_dim: int, expand: int, conv: int, norm_eps: float, gated: bool
+    ) -> None:
         super().__init__()
         self.sizes = Sizes(f"nn.{type(self).__name__}", dim, state, head_dim, expand, 1)
-        self.dim, self.operator = dim, ssd()
+        self.dim, self.operator, self.gated = dim, ssd(), gated
         heads, inner = self.sizes.heads, self.sizes.inner
-        self.parts = (2 * heads * state + inner, inner if self.gated else 0, self.gates * heads)
+        self.parts = (2 * heads * state + inner, inner if gated else 0, self.gates * heads)
         self.input = nn.Linear(dim, sum(self.parts), bias=False)
         self.convolution: ShortConvolution = ShortConvolution(
             2 * heads * state + (inner if self.convolves_values else 0), conv, "silu"

@@ -30,6 +30,7 @@ class GatedDeltaNet(FastWeights):
         expand: channels of all heads divided by dim.
         conv: width in tokens of the convolution on q, k and v.
         norm_eps: ε of the norm.
+        gated: whether the output is multiplied by SiLU(z).
 
     Cost per head: a small multiple of T (N P + 64 (N + P)). A decoder keeps N P + conv numbers per head, for any
         length.
@@ -41,9 +42,17 @@ class GatedDeltaNet(FastWeights):
     """
 
     def __init__(
-        self, dim: int, *, state: int = 64, head_dim: int = 64, expand: int = 1, conv: int = 4, norm_eps: float = 1e-5
+        self,
+        dim: int,
+        *,
+        state: int = 64,
+        head_dim: int = 64,
+        expand: int = 1,
+        conv: int = 4,
+        norm_eps: float = 1e-5,
+        gated: bool = True,
     ) -> None:
-        super().__init__(dim, state, head_dim, expand, conv, norm_eps)
+        super().__init__(dim, state, head_dim, expand, conv, norm_eps, gated)
         self.step_bias = nn.Parameter(torch.empty(self.sizes.heads))
         self.log_rate = nn.Parameter(torch.empty(self.sizes.heads))
         self.reset_parameters(Draws())

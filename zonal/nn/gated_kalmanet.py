@@ -32,6 +32,7 @@ class GatedKalmaNet(FastWeights):
         steps: steps of Chebyshev iteration. 30 steps with ridge 0.02 leave 4e-4 of the error.
         ridge: λ divided by ‖H‖_F.
         norm_eps: ε of the norm.
+        gated: whether the output is multiplied by SiLU(z).
 
     The derivative is that of the exact solution, including λ, and takes one more solve.
 
@@ -57,8 +58,9 @@ class GatedKalmaNet(FastWeights):
         steps: int = 30,
         ridge: float = 0.02,
         norm_eps: float = 1e-5,
+        gated: bool = True,
     ) -> None:
-        super().__init__(dim, state, head_dim, expand, conv, norm_eps)
+        super().__init__(dim, state, head_dim, expand, conv, norm_eps, gated)
         if steps < 1 or not ridge > 0:
             raise ArgumentError(
                 f"nn.GatedKalmaNet: required steps >= 1 and ridge > 0, received steps={steps}, ridge={ridge}."

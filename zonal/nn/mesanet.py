@@ -47,7 +47,6 @@ class MesaNet(FastWeights):
         ArgumentError: sizes do not fit.
     """
 
-    gated = False
     convolves_values = False
     solves = True
 
@@ -65,7 +64,7 @@ class MesaNet(FastWeights):
         forget_bias: float = 4.0,
         norm_eps: float = 1e-5,
     ) -> None:
-        super().__init__(dim, state, head_dim, expand, conv, norm_eps)
+        super().__init__(dim, state, head_dim, expand, conv, norm_eps, gated=False)
         if steps < 1 or tolerance < 0 or not ridge_floor > 0:
             raise ArgumentError(
                 f"nn.MesaNet: required steps >= 1, tolerance >= 0 and ridge_floor > 0, received steps={steps}, "
