@@ -25,7 +25,7 @@ def refusal(family: Family, call: Call, kinds: tuple[str, ...], other: Callable[
 
 
 def unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
-    """The refusal of a call, whichever family: of memories of other kinds, of what ``other`` says, and of its inputs."""
+    """The refusal of a call in every family: of memories of other kinds, of what ``other`` says, and of inputs."""
     # as they came: this kernel prepares them itself
     if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in call.given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
