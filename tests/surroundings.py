@@ -1,5 +1,6 @@
 """What all tests share: a cache folder of their own, and the same speeds on every machine."""
 
+import itertools
 import os
 import random
 import zlib
@@ -18,6 +19,7 @@ from zonal.execution import machine as machines
 from zonal.execution.machine import TYPICAL_CPU, Machine
 from zonal.kernels import choice
 from zonal.kernels import native as native_kernels
+from zonal.kernels.build import SOURCES
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +39,16 @@ def fixed(device: torch.device, threads: int | None = None) -> Machine:
     """Typical speeds under this machine's name."""
     count = machines.threads(device) if threads is None else threads
     return replace(TYPICAL_CPU, name=machines.name(device), threads=count, torch=torch.__version__)
+
+
+def highest_sets() -> dict[str, object]:
+    """The record of instruction sets of a machine on which the highest are the fastest."""
+    found = {}
+    for source, dtype in itertools.product(SOURCES, (torch.float32, torch.bfloat16, torch.float16)):
+        names = [isa.name for isa in choice.usable(source, dtype)[0] if isa.needs]
+        if len(names) > 1:
+            found[" ".join([source, str(dtype).removeprefix("torch."), *names])] = names[0]
+    return {"schema": choice.SCHEMA, "processor": choice.processor(), "sets": found}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,6 +71,7 @@ def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
             patch.setattr(choice, "SETS", TEST_SETS[os.environ["ZONAL_TEST_SET"]])
         for count in {1, 2, torch.get_num_threads(), os.cpu_count() or 1}:
             store.write_json(machines.file_for(device, count), fixed(device, count).to_dict())
+        store.write_checked(folder / "machine" / "instruction-sets.json", highest_sets())
         yield folder
 
 

@@ -47,6 +47,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "training/test_checkpoints.py::test_what_came_after_the_checkpoint_is_cut_and_repeated": ("11-torn4",),
     "training/test_checkpoints.py::test_full_disk_leaves_the_previous_checkpoint": ("fsync",),
     "training/test_comparisons.py::test_stopped_and_continued_is_the_same_comparison": ("True",),
+    "training/test_comparisons.py::test_the_other_seeds_take_the_rate_that_the_first_has_chosen": ("1-operators0",),
     "training/test_transfer.py::test_of_several_rates_only_the_best_is_measured": ("1",),
     "execution/test_chunked_blocks.py::test_drift_over_a_hundred_thousand_tokens": ("1-3.0",),
     "faults/test_faults.py::test_killed_commands_lose_nothing_and_give_the_same_bits": ("ingest of changed texts-4",),
