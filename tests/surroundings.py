@@ -55,7 +55,7 @@ def highest_sets() -> dict[str, object]:
 def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
     """No test measures the machine or writes to the user's cache: what is planned is the same everywhere.
 
-    Processes that tests start find the speeds in the cache folder they inherit.
+    Processes that tests start find the speeds, and which instruction sets to use, in the cache folder they inherit.
     """
     folder = tmp_path_factory.mktemp("cache")
     # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another

@@ -26,7 +26,7 @@ def refusal(family: Family, call: Call, kinds: tuple[str, ...], other: Callable[
 
 def unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -> Reason:
     """The refusal of a call in every family: of memories of other kinds, of what ``other`` says, and of inputs."""
-    # as they came: this kernel prepares them itself
+    # the tensors as they were given: steps prepare queries and keys themselves
     if traced() or torch_func.forward() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in call.given):
         return "a call that is traced or transformed, or has subclasses of tensors, needs operations of torch"
     if call.kind not in kinds:
@@ -49,8 +49,8 @@ def unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -
 
 
 class Compiled:
-    """What the compiled steps of all memories share: their tokens so far, and which tensors the next step takes without
-    being prepared and planned again.
+    """What the steps of all memories share: their tokens so far, and which tensors the next step takes without a new
+    plan.
     """
 
     def __init__(self, call: Call, memory: Memory) -> None:
