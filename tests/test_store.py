@@ -120,6 +120,21 @@ def test_json_errors(tmp_path: Path) -> None:
     assert not (tmp_path / "nan.json").exists()
 
 
+def test_json_on_lines(tmp_path: Path) -> None:
+    """What fits on a line stands on one; the rest is indented, and it is read as what was written."""
+    path, name = tmp_path / "x.json", "é" * 100
+    value = {"empty": {}, name: [1.5, [], None], "rows": [{"a": index, "b": [True]} for index in range(9)], "t": (1, 2)}
+    store.write_json(path, value)
+    text = path.read_text(encoding="utf-8")
+    assert store.read_json(path) == {**value, "t": [1, 2]}
+    assert text.splitlines()[:4] == ["{", ' "empty": {},', f' "{name}": [1.5, [], null],', ' "rows": [']
+    assert '  {"a": 0, "b": [true]},\n  {"a": 1, "b": [true]},\n' in text
+    assert text.endswith(' "t": [1, 2]\n}\n')
+    assert max(map(len, text.splitlines())) <= store.LINE + 1  # a comma may follow
+    store.write_json(path, {1: "x" * store.LINE})
+    assert store.read_json(path) == {"1": "x" * store.LINE}
+
+
 def test_written_files_are_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The umask belongs to all threads: one that reads it by changing it takes away the others' for good."""
     umask = os.umask(0o026)

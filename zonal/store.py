@@ -32,6 +32,8 @@ from zonal.errors import FileFormatError, FileWriteError, InsufficientSpaceError
 
 Entry = TypeVar("Entry")
 
+LINE = 120
+"""Columns of a line of JSON."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -202,12 +204,29 @@ def shortened(value: Any, digits: int) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` as indented UTF-8 JSON, atomically. NaN and infinity raise ValueError."""
+    """Write ``value`` as indented UTF-8 JSON, atomically. What fits on a line of ``LINE`` columns stands on one. NaN
+    and infinity raise ValueError.
+    """
     write_bytes(path, _json(value))
 
 
 def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    plain = json.loads(json.dumps(value, allow_nan=False))  # tuples are lists, and names are strings
+    return f"{_laid_out('', plain, 0)}\n".encode()
+
+
+def _laid_out(name: str, value: Any, indent: int) -> str:
+    """JSON of ``value`` behind its name, of which lines after the first are indented."""
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or indent + len(name) + len(text) <= LINE:
+        return name + text
+    if isinstance(value, dict):
+        named = [(f"{json.dumps(key, ensure_ascii=False)}: ", each) for key, each in value.items()]
+    else:
+        named = [("", each) for each in value]
+    inner = "\n" + " " * (indent + 1)
+    parts = f",{inner}".join(_laid_out(key, each, indent + 1) for key, each in named)
+    return f"{name}{text[0]}{inner}{parts}{inner[:-1]}{text[-1]}"
 
 
 def write_checked(path: str | os.PathLike[str], record: Mapping[str, Any], *, over: bool = True) -> None:

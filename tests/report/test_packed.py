@@ -60,10 +60,25 @@ def test_what_is_kept(folder, packed):
         assert [line for line in after.splitlines() if b'"eval"' in line] == [
             line for line in lines if b'"eval"' in line
         ]
-        training = [line for line in lines if b'"train"' in line]
-        kept = [line for line in after.splitlines() if b'"train"' in line]
-        assert (kept[0], kept[-1]) == (training[0], training[-1])
-        assert set(kept) < set(training)
+        training = {line["step"]: line for line in map(json.loads, lines) if line["kind"] == "train"}
+        kept = [line for line in map(json.loads, after.splitlines()) if line["kind"] == "train"]
+        assert (kept[0]["step"], kept[-1]["step"]) == (min(training), max(training))
+        for line in kept:
+            assert {"crc32", *line} == {"crc32", *training[line["step"]]}
+            assert line["loss"] == pytest.approx(training[line["step"]]["loss"], rel=1e-6)
+            assert len(repr(line["loss"])) <= archive.DIGITS + len("0.0")
+
+
+def test_a_damaged_line_is_not_packed(tmp_path):
+    made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=300)
+    log = next(made.glob("runs/sko/*/metrics.jsonl"))
+    lines = [json.dumps(store.summed(json.loads(line))) for line in log.read_text().splitlines()]
+    log.write_text("\n".join(lines) + "\n")
+    packing.pack(made, tmp_path / "whole")
+    log.write_text("\n".join([lines[0].replace('"step": ', '"step": 1', 1), *lines[1:]]) + "\n")
+    with pytest.raises(FileFormatError, match=r"metrics\.jsonl has a line that cannot be read .*CRC-32"):
+        packing.pack(made, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):

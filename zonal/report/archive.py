@@ -2,9 +2,10 @@
 
 The file is a plain tar archive, so ``tar -xf`` also makes the folder again. It is compressed as a whole, because runs
 resemble each other: a zip archive, which compresses each file by itself, takes nearly twice as much. It keeps of every
-run: ``run.json`` as it is, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines of training. Of the runs that
-the page draws it also keeps ``diagnostics.json`` and ``witnesses.json``. Weights and TensorBoard events are not kept.
-The same runs give the same bytes.
+run: ``run.json`` as it is, and of ``metrics.jsonl`` all evaluations and ``POINTS`` lines of training, their fractions
+with ``DIGITS`` significant digits, which are those of float32. Of the runs that the page draws it also keeps
+``diagnostics.json`` and ``witnesses.json``. Weights and TensorBoard events are not kept. The same runs give the same
+bytes.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from zonal.errors import FileFormatError
-from zonal.store import write_error
+from zonal.store import shortened, unharmed, write_error
 
 NAME = "runs.tar.xz"
 POINTS = 50
+DIGITS = 7
 KEPT = ("comparison.json", "run.json", "metrics.jsonl", "diagnostics.json", "witnesses.json")
 """The files of a run that are kept, and what a search keeps beside its runs."""
 TREES = ("runs", "regimes")
@@ -44,18 +46,26 @@ def members(folder: Path) -> dict[str, bytes]:
 
 
 def _thinned(path: Path) -> bytes:
-    """All evaluations of a log, and ``POINTS`` lines of training, evenly spaced, the first and the last among them."""
+    """All evaluations of a log, and ``POINTS`` lines of training, evenly spaced, the first and the last among them.
+
+    The archive is checked as a whole, so its lines of training have no checksums of their own.
+    """
     lines = path.read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # a killed process may leave its last line half written
     try:
-        training = [index for index, line in enumerate(lines) if json.loads(line)["kind"] == "train"]
+        read = [json.loads(line) for line in lines]
+        training = [index for index, line in enumerate(read) if line["kind"] == "train"]
+        if not all(map(unharmed, read)):
+            raise ValueError("its CRC-32 is of something else")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileFormatError(f"pack: {path} has a line that cannot be read ({error!r}). Run it again.") from error
     last = len(training) - 1
     kept = {training[round(place * last / (POINTS - 1))] for place in range(POINTS)} if last >= POINTS else training
-    dropped = set(training).difference(kept)
-    return b"".join(line for index, line in enumerate(lines) if index not in dropped)
+    for index in training:
+        point = {name: value for name, value in read[index].items() if name != "crc32"}
+        lines[index] = json.dumps(shortened(point, DIGITS)).encode() + b"\n" if index in kept else b""
+    return b"".join(lines)
 
 
 def write(path: Path, contents: dict[str, bytes]) -> None:
