@@ -106,3 +106,17 @@ def test_beyond_the_stop_the_sooner_rate_is_best():
     tried = {1e-3: {0: Final(0.999, 800)}, 3e-3: {0: Final(0.996, 400)}, 1e-2: {0: Final(0.994, 200)}}
     assert best_learning_rate(tried, (0,), higher_is_better=True, stop=0.995) == 3e-3
     assert best_learning_rate(tried, (0,), higher_is_better=True) == 1e-3
+
+
+def test_the_validation_set_chooses_where_all_runs_were_measured_on_it():
+    def rates(second):
+        return {
+            1e-3: {0: Final(0.9, 10, 0.5), 1: Final(0.9, 10, 0.5)},
+            1e-2: {0: Final(0.1, 10, 0.8), 1: Final(0.1, 10, second)},
+        }
+
+    assert best_learning_rate(rates(0.4), (0, 1), higher_is_better=True) == 1e-2
+    assert best_learning_rate(rates(0.4), (0, 1), higher_is_better=False) == 1e-3
+    assert best_learning_rate(rates(None), (0, 1), higher_is_better=True) == 1e-3
+    # at the stop they are equal, and the smaller rate is taken
+    assert best_learning_rate(rates(0.4), (0, 1), higher_is_better=True, stop=0.4) == 1e-3

@@ -68,6 +68,16 @@ def test_a_pass_shows_every_label_once_and_another_half_each_time(folder):
     assert len(tested - trained) > 15
 
 
+@pytest.mark.parametrize(("tested", "left"), [(4, range(4, 8)), (12, range(12, 20)), (20, range(20))])
+def test_rates_are_chosen_by_other_labels_or_other_halves(folder, tested, left):
+    task = Glosses(folder, labels=20, test_examples=tested)
+    chosen = [batch for size in (3, 20) for batch in task.validation_batches(size)]
+    named = [target - len(task._words) for batch in chosen for target in batch.targets[:, -1].tolist()]
+    assert named == [*left, *left]
+    reported = {tuple(row) for batch in task.evaluation_batches(20) for row in batch.tokens.tolist()}
+    assert len(reported & {tuple(row) for batch in chosen for row in batch.tokens.tolist()}) <= 2  # halves may agree
+
+
 def test_what_does_not_fit_is_cut_at_the_end(folder):
     long, short = (Glosses(folder, length, labels=20, test_examples=20) for length in (14, 4))
     for whole, part in zip(long.evaluation_batches(1), short.evaluation_batches(1), strict=True):

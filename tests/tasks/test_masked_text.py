@@ -37,6 +37,17 @@ def test_what_is_hidden(task):
     assert kept / asked == pytest.approx(1 - HIDDEN - REPLACED, abs=0.015)
 
 
+def test_rates_are_chosen_by_other_windows(task):
+    plain = Text(length=50, evaluation_bytes=4000)
+    for masked, text in zip(task.validation_batches(9), plain.validation_batches(9), strict=True):
+        places = masked.targets != IGNORED
+        assert bool(places.any(1).all())
+        assert torch.equal(masked.targets[places], text.tokens[places])
+        assert torch.equal(masked.tokens[~places], text.tokens[~places])
+    again = torch.cat([batch.tokens for batch in task.validation_batches(4)])
+    assert torch.equal(again, torch.cat([batch.tokens for batch in task.validation_batches(9)]))
+
+
 def test_training_hides_other_tokens_when_it_comes_back(task):
     again = tasks.from_config(task.config())
     first = task.train_batch(5, 4, seed=0)

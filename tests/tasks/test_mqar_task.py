@@ -4,6 +4,7 @@ import torch
 from zonal import tasks
 from zonal.errors import ArgumentError
 from zonal.tasks import MQAR, Segment, multiquery_ar
+from zonal.tasks.task import TEST, TRAIN, VALIDATION
 
 
 @pytest.fixture
@@ -132,17 +133,16 @@ def test_tokens_are_fillers_keys_or_values():
 
 @pytest.mark.parametrize("seed", [0, 1, 123])
 def test_no_test_sequence_is_trained_on(seed):
-    """Small enough that equal seeds would make equal rows: neither split draws from a seed of the other, and no row is
-    in both.
+    """Small enough that equal seeds would make equal rows: no split draws from a seed of another, and no row is in
+    two.
     """
     shapes = [Segment(16, 2, 200), Segment(32, 4, 200)]
     task = MQAR(200, train_segments=shapes, test_segments=shapes, seed=seed)
-    train, test = task._seeds
-    assert len({*train, *test}) == 4
+    assert len({seed for seeds in task._seeds.values() for seed in seeds}) == 6
     for number in range(len(shapes)):
         rows = [
-            {tuple(row) for row in task.examples(number, train=part).tensors(slice(None))[0].tolist()}
-            for part in (True, False)
+            {tuple(row) for row in task.examples(number, part).tensors(slice(None))[0].tolist()}
+            for part in (TRAIN, TEST, VALIDATION)
         ]
-        assert [len(part) for part in rows] == [200, 200]
-        assert not rows[0] & rows[1]
+        assert [len(part) for part in rows] == [200, 200, 200]
+        assert len(set.union(*rows)) == 600

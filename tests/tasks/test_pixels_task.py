@@ -42,6 +42,15 @@ def test_an_epoch_shows_every_picture_once(folder):
     assert torch.equal(batch.tokens[:2], seen[28:30])
 
 
+@pytest.mark.parametrize(("tested", "left"), [(3, [3, 4, 5]), (7, [7, 8, 9]), (TESTED, [])])
+def test_rates_are_chosen_by_test_pictures_that_are_not_evaluated(folder, tested, left):
+    whole = next(Pixels(folder, 4).evaluation_batches(TESTED)).tokens.tolist()
+    task = Pixels(folder, 4, test_examples=tested)
+    assert [row for batch in task.evaluation_batches(2) for row in batch.tokens.tolist()] == whole[:tested]
+    chosen = [row for batch in task.validation_batches(2) for row in batch.tokens.tolist()]
+    assert chosen == [whole[place] for place in left]
+
+
 def test_by_name_and_from_json(folder):
     task = tasks.resolve("fashion-pixels", TaskSettings(data=str(folder), length=16, test_examples=6))
     assert isinstance(task, Pixels)

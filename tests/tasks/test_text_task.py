@@ -59,6 +59,21 @@ def test_no_token_of_validation_is_trained_on(counted, size, length, fraction, b
     assert validated == set(range(task.split, max(validated) + 1))
 
 
+@settings(max_examples=40, deadline=None)
+@given(size=st.sampled_from([600, 2500]), length=st.integers(1, 60), most=st.integers(1, 6000) | st.none())
+def test_rates_are_chosen_by_windows_that_are_not_reported(counted, size, length, most):
+    task = Text(counted(size), length=length, validation_fraction=0.5, evaluation_bytes=most)
+    reported, chosen = (
+        [tuple(row) for batch in batches for row in batch.targets.tolist()]
+        for batches in (task.evaluation_batches(7), task.validation_batches(7))
+    )
+    fitting = (size - task.split - 1) // length
+    assert len(chosen) == min(len(reported), fitting - len(reported))
+    tokens = [token for row in (*reported, *chosen) for token in row]
+    assert len(set(tokens)) == len(tokens)
+    assert min(tokens) > task.split
+
+
 @pytest.mark.parametrize("windows", [1, 1.3, 1.7, 2, 2.5, 3])
 def test_a_short_training_part_is_used_to_its_last_token_and_not_beyond(counted, windows):
     split = Text(counted(600), length=1, validation_fraction=0.75).split

@@ -365,7 +365,7 @@ def test_the_other_seeds_take_the_rate_that_the_first_has_chosen(tmp_path, jobs,
     assert (result.status, result.left, len(result.runs)) == ("done", 0, len(operators) * spec.runs_each)
     for operator in spec.operators:
         runs = [run for run in result.runs if run.operator == operator]
-        tried = {run.learning_rate: run.final["accuracy"] for run in runs if run.seed == 3}
+        tried = {run.learning_rate: run.final["validation"]["accuracy"] for run in runs if run.seed == 3}
         best = min(rate for rate in tried if tried[rate] == max(tried.values()))
         assert set(tried) == {1e-4, 1e-2}
         assert result.best_learning_rates[operator] == best
@@ -455,7 +455,7 @@ def test_a_budget_gives_every_run_the_same_steps(budget, eval_every, jobs):
     plan = decide_steps(spec, times, spent=3.0, jobs=jobs)
     expected = (
         sum(
-            plan.steps * time.update + evaluations(training, plan.steps) * time.evaluation + 1.0
+            plan.steps * time.update + (evaluations(training, plan.steps) + 1) * time.evaluation + 1.0
             for time in times.values()
         )
         * 2

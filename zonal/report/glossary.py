@@ -39,7 +39,8 @@ HOW_TO_READ = (
     (
         "Learning rate",
         "the size of the training steps. Where several were tried, every operator had the same list and is shown with "
-        "the one whose mean result was best on the reported data: slightly optimistic, and equally so for all.",
+        "the one whose mean result was best: on other data of the same kind, or, where the page says so, on the "
+        "reported data, which is slightly optimistic, equally for all.",
     ),
     (
         "Steps to 0.9",

@@ -183,7 +183,11 @@ def _facts(summary: Summary) -> list[str]:
         facts.append(f"{formats.count(data.steps)} training steps each")
     if len(data.learning_rates) > 1:
         tried = "" if data.screening_seeds is None else f" tried with {len(data.screening)} of the seeds"
-        facts.append(f"learning rates {', '.join(formats.rate(rate) for rate in sorted(data.learning_rates))}{tried}")
+        validated = [bool(run.final and run.final.validation) for run in data.runs if run.done]
+        chosen = f", chosen by {'other data' if all(validated) else 'the reported data'}" if validated else ""
+        facts.append(
+            f"learning rates {', '.join(formats.rate(rate) for rate in sorted(data.learning_rates))}{tried}{chosen}"
+        )
     if data.budget_seconds:
         facts.append(f"within {formats.seconds(data.budget_seconds)}")
     parameters = sorted({row.parameters for row in summary.rows if row.parameters})

@@ -63,7 +63,8 @@ class Examined:
 @dataclass(frozen=True)
 class Metrics:
     """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks
-    and lengths; ``examined``: what the task measures by other means; ``positions``: how many answers were read.
+    and lengths; ``examined``: what the task measures by other means; ``positions``: how many answers were read;
+    ``validation``: loss and accuracy on other data, by which rates are chosen.
     """
 
     loss: float
@@ -73,6 +74,7 @@ class Metrics:
     transfer: tuple[Transfer, ...] = ()
     examined: tuple[Examined, ...] = ()
     positions: int | None = None
+    validation: Mapping[str, float] = field(default_factory=dict)
 
     def value(self, metric: str) -> float | None:
         """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""

@@ -71,10 +71,11 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
     """The learning rate that an operator is shown with: the best mean of the headline number over the seeds that tried
     all rates.
     """
-    ended = {
-        rate: {run.seed: Final(score, run.steps_done) for run in runs if (score := _score(data, run)) is not None}
-        for rate, runs in sweep.items()
-    }
+    ended: dict[float, dict[int, Final]] = {rate: {} for rate in sweep}
+    for run in (run for runs in sweep.values() for run in runs):
+        if run.final and (score := _score(data, run)) is not None:
+            validation = run.final.validation.get(data.metric)
+            ended[run.learning_rate][run.seed] = Final(score, run.steps_done, validation)
     return best_learning_rate(ended, data.screening, higher_is_better=data.higher_is_better, stop=data.stop)
 
 

@@ -360,9 +360,9 @@ class Algorithmic(Drawn[int]):
     def training_cells(self, step: int, seed: int, numbers: range) -> list[int]:
         return [int(stream(self.seed, seed, number, _SIZES).integers(self.least, self.most + 1)) for number in numbers]
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
         sizes = sorted({self.least, max(self.least, self.most // 2), self.most})
-        return self.fixed([(size, size) for size in sizes], self.test_examples, batch_size)
+        return self.fixed([(size, size) for size in sizes], self.test_examples, batch_size, use)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Algorithmic.examine", batch_size)

@@ -193,8 +193,8 @@ class Expressions(Drawn[int]):
         deepest = min(max(self.depths), _FIRST_DEPTHS + step // _STEPS_A_LEVEL)
         return [int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(2, deepest) + 1))] * len(numbers)
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self.fixed([(depth, depth) for depth in self.depths], self.test_examples, batch_size)
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        return self.fixed([(depth, depth) for depth in self.depths], self.test_examples, batch_size, use)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Expressions.examine", batch_size)

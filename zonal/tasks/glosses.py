@@ -22,7 +22,7 @@ from zonal.data import permuted, shuffled_rows
 from zonal.data.wordnet import WORDNET, definitions
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch, stream
 
 SHOWN = 0.5
 LEAST, MOST = 8, 40
@@ -86,10 +86,18 @@ class Glosses(Task):
         return self._batch(rows, [(seed, number, TRAIN) for number in numbers.tolist()])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self._tested(0, batch_size, TEST)
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """As many other labels, or all other; other halves of the same definitions where all labels are evaluated."""
+        return self._tested(self.test_examples % self.labels, batch_size, VALIDATION)
+
+    def _tested(self, first: int, batch_size: int, use: int) -> Iterator[Batch]:
         check_batch("Glosses.evaluation_batches", batch_size)
-        for begin in range(0, self.test_examples, batch_size):
-            rows = np.arange(begin, min(begin + batch_size, self.test_examples))
-            yield self._batch(rows, [(0, row, TEST) for row in rows.tolist()])
+        end = min(first + self.test_examples, self.labels)
+        for begin in range(first, end, batch_size):
+            rows = np.arange(begin, min(begin + batch_size, end))
+            yield self._batch(rows, [(0, row, use) for row in rows.tolist()])
 
     def _batch(self, rows: np.ndarray, keys: Sequence[tuple[int, ...]]) -> Batch:
         tokens = np.full((len(rows), self.length), _EMPTY)

@@ -15,7 +15,7 @@ import numpy as np
 from zonal.errors import ArgumentError, unknown_name
 from zonal.names import known_names
 from zonal.tasks.retrieval import KINDS, Words, check, example
-from zonal.tasks.task import TEST, Batch, Drawn, Guess, stream
+from zonal.tasks.task import Batch, Drawn, Guess, stream
 
 # words for the streams that derive from a task's seed, beside those of training and testing
 _TRANSFER, _LENGTHS = 2, 3
@@ -115,8 +115,8 @@ class Retrieval(Drawn[Shape]):
         fitting = [shape for shape in shapes if shape.length == length]
         return [fitting[stream(self.seed, seed, number, _LENGTHS, 0).integers(len(fitting))] for number in numbers]
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        yield from self._of(self.test_shapes or (), self.test_examples, batch_size, TEST)
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        yield from self._of(self.test_shapes or (), self.test_examples, batch_size, use)
 
     def transfer_batches(self, batch_size: int) -> Iterator[Batch]:
         yield from self._of(self.transfer_shapes, self.transfer_examples, batch_size, _TRANSFER)

@@ -126,8 +126,8 @@ class Lookup(Drawn[Cell]):
         fitting = [cell for cell in self.training if self.source.hops(cell) == hops]
         return [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self._of(self.tests, batch_size, TEST)
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        return self._of(self.tests, batch_size, use)
 
     def _of(self, cells: Sequence[Cell], batch_size: int, use: int) -> Iterator[Batch]:
         return self.fixed([(cell, place) for place, cell in enumerate(cells)], self.test_examples, batch_size, use)

@@ -23,7 +23,7 @@ from torch import Tensor
 from zonal.data import permuted
 from zonal.errors import ArgumentError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
+from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
@@ -226,6 +226,11 @@ class Segment:
     seed: int | None = None
 
 
+def _given(segments: Sequence[Segment], derived: Sequence[int]) -> list[int]:
+    """The seeds of segments: their own, or those that derive from the task's."""
+    return [seed if each.seed is None else each.seed for each, seed in zip(segments, derived, strict=True)]
+
+
 def _mean(found: Sequence[tuple[float, int]]) -> float:
     """The mean of values with their numbers."""
     return sum(value * count for value, count in found) / sum(count for _, count in found)
@@ -282,25 +287,32 @@ class MQAR(Task):
         self.train_segments, self.test_segments = tuple(train_segments), tuple(test_segments)
         self.length = max(segment.length for segment in (*self.train_segments, *self.test_segments))
         self.groups = ("filler", "key", "value"), (1, vocab_size // 2)
-        self._seeds = segment_seeds(seed, len(self.train_segments), len(self.test_segments))
-        self._generated: dict[tuple[bool, int], Examples] = {}
+        tests = len(self.test_segments)
+        lower, upper = segment_seeds(seed, len(self.train_segments), 2 * tests)
+        self._seeds = {
+            TRAIN: _given(self.train_segments, lower),
+            TEST: _given(self.test_segments, upper[:tests]),
+            VALIDATION: upper[tests:],
+        }
+        self._generated: dict[tuple[int, int], Examples] = {}
 
-    def examples(self, number: int, *, train: bool) -> Examples:
-        """The sequences of a segment, generated on first use and kept (2 bytes a token up to a vocabulary of 65536)."""
-        if (train, number) not in self._generated:
-            segment = (self.train_segments if train else self.test_segments)[number]
-            seed = self._seeds[0 if train else 1][number] if segment.seed is None else segment.seed
-            self._generated[train, number] = generate(
+    def examples(self, number: int, use: int) -> Examples:
+        """The sequences of a segment for a use, ``TRAIN``, ``TEST`` or ``VALIDATION`` (other sequences of a test
+        segment), generated on first use and kept (2 bytes a token up to a vocabulary of 65536).
+        """
+        if (use, number) not in self._generated:
+            segment = (self.train_segments if use == TRAIN else self.test_segments)[number]
+            self._generated[use, number] = generate(
                 self.vocab_size,
                 segment.examples,
                 segment.length,
-                seed,
+                self._seeds[use][number],
                 self.power_a,
                 segment.pairs,
                 self.passes,
                 self.random_non_queries,
             )
-        return self._generated[train, number]
+        return self._generated[use, number]
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("MQAR.train_batch", batch_size, step, seed)
@@ -319,12 +331,18 @@ class MQAR(Task):
         rows = np.empty_like(places)
         for turn in np.unique(turns).tolist():
             rows[turns == turn] = permuted(places[turns == turn], segment.examples, (seed, turn, number + 1))
-        return self._batch(segment, *self.examples(number, train=True).tensors(rows))
+        return self._batch(segment, *self.examples(number, TRAIN).tensors(rows))
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self._tested(batch_size, TEST)
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self._tested(batch_size, VALIDATION)
+
+    def _tested(self, batch_size: int, use: int) -> Iterator[Batch]:
         check_batch("MQAR.evaluation_batches", batch_size)
         for number, segment in enumerate(self.test_segments):
-            examples = self.examples(number, train=False)
+            examples = self.examples(number, use)
             for begin in range(0, segment.examples, batch_size):
                 yield self._batch(segment, *examples.tensors(slice(begin, begin + batch_size)))
 

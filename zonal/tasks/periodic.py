@@ -91,8 +91,9 @@ class Periodic(Drawn[int]):
         chosen = [stream(self.seed, seed, number, _COUNTS).integers(len(self.frequencies)) for number in numbers]
         return [self.frequencies[int(place)] for place in chosen]
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self.fixed([(count, count) for count in dict.fromkeys(self.frequencies)], self.test_examples, batch_size)
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        cells = [(count, count) for count in dict.fromkeys(self.frequencies)]
+        return self.fixed(cells, self.test_examples, batch_size, use)
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
         check_batch("Periodic.examine", batch_size)

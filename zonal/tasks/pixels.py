@@ -95,6 +95,13 @@ class Pixels(Task):
         for rows in torch.arange(self.test_examples).split(batch_size):
             yield self._batch(self._test, rows)
 
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Of the test pictures that are not evaluated, as many as are, or all; none where all are evaluated."""
+        check_batch("Pixels.validation_batches", batch_size)
+        left = torch.arange(self.test_examples, min(2 * self.test_examples, len(self._test[0])))
+        for rows in left.split(batch_size) if len(left) else ():
+            yield self._batch(self._test, rows)
+
     def _batch(self, part: tuple[Tensor, Tensor], rows: Tensor) -> Batch:
         tokens = F.pad(part[0][rows].long(), (0, 1), value=self.levels)
         labels = part[1][rows]

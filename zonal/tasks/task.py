@@ -15,8 +15,9 @@ from zonal.errors import ArgumentError
 from zonal.typed import made
 
 IGNORED = -100
-# the last numbers of the keys of sequences that are trained on, and that are tested
-TRAIN, TEST = range(2)
+# the last numbers of the keys of sequences that are trained on, that are tested, and by which rates are chosen; tasks
+# have 2 and 3 for streams of their own
+TRAIN, TEST, VALIDATION = 0, 1, 4
 C = TypeVar("C")
 
 
@@ -115,6 +116,14 @@ class Task(ABC):
         Raises: ArgumentError when batch_size < 1.
         """
 
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """What learning rates are chosen by: as the evaluation set, of sequences that are not in it and that no run
+        trains on. By default nothing, and rates are chosen by the evaluation set.
+
+        Raises: ArgumentError when batch_size < 1.
+        """
+        return iter(())
+
     def transfer_batches(self, batch_size: int) -> Iterator[Batch]:
         """What a finished run is measured on once more: other tasks, other lengths. All rows of a batch have equal
         slices; by default nothing.
@@ -198,13 +207,23 @@ class Drawn(Task, Generic[C]):
     def word(self, token: int) -> str:
         """A token as people read it."""
 
+    @abstractmethod
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        """The evaluation set where ``use`` is ``TEST``; with another ``use``, as many other sequences of its cells."""
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self.tested(batch_size, TEST)
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self.tested(batch_size, VALIDATION)
+
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch(f"{type(self).__name__}.train_batch", batch_size, step, seed)
         numbers = range(step * batch_size, (step + 1) * batch_size)
         cells = self.training_cells(step, seed, numbers)
         return self._batch(cells, [(self.seed, seed, number, TRAIN) for number in numbers])
 
-    def fixed(self, cells: Sequence[tuple[C, int]], examples: int, batch_size: int, use: int = TEST) -> Iterator[Batch]:
+    def fixed(self, cells: Sequence[tuple[C, int]], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
         """Batches of ``examples`` sequences of each cell, which are the same for every run. cells: with the numbers
         that stand for them in keys.
         """

@@ -29,6 +29,11 @@ _COUNTED = 1 << 24
 _PHASE, _ORDER = 0, 1
 
 
+def _spread(count: int, available: int) -> np.ndarray:
+    """``count`` of the numbers below ``available``, evenly spaced."""
+    return np.arange(count) * available // max(1, count)
+
+
 def _split(corpus: Corpus, token_bytes: np.ndarray, validation_fraction: float) -> int:
     """The index of the first validation token, read from the end so that a large training part is not touched."""
     left = int(corpus.bytes * validation_fraction)
@@ -105,7 +110,7 @@ class Text(Task):
         unread = 1 - train_fraction * (1 - validation_fraction)
         self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
         self._check_size()
-        self._evaluated = self._evaluation_starts()
+        self._evaluated, self._validated = self._divided()
         if self.causal:
             self.bytes_per_token = float(self.tokenizer.token_bytes[self._evaluation_targets()].mean())
 
@@ -126,16 +131,20 @@ class Text(Task):
                     f"{enough} tokens of text or more, or a smaller length."
                 )
 
-    def _evaluation_starts(self) -> np.ndarray:
-        """The stream positions at which evaluation windows begin: of all that fit, or of as many as hold about
-        ``evaluation_bytes``. They are spread over the validation part, since the files of a folder differ.
+    def _divided(self) -> tuple[np.ndarray, np.ndarray]:
+        """The stream positions at which windows of the validation part begin: those that are evaluated, all that fit
+        or as many as hold about ``evaluation_bytes``; and at most as many of the others, by which rates are chosen.
+        Both are spread over the part, since the files of a folder differ.
         """
         validation = self.corpus.count - self.split
         windows = available = (validation - 1) // self.length
         if self.evaluation_bytes is not None:
             window_bytes = self.corpus.bytes * self.validation_fraction / validation * self.length
             windows = max(1, min(available, round(self.evaluation_bytes / window_bytes)))
-        return self.split + self.length * (np.arange(windows) * available // windows)
+        evaluated = _spread(windows, available)
+        others = np.setdiff1d(np.arange(available), evaluated)
+        chosen = others[_spread(min(windows, len(others)), len(others))]
+        return self.split + self.length * evaluated, self.split + self.length * chosen
 
     def _evaluation_targets(self) -> np.ndarray:
         return np.concatenate([self.corpus.read(start + 1, start + 1 + self.length) for start in self._evaluated])
@@ -161,9 +170,16 @@ class Text(Task):
         return self._batch(self.train_starts(step, batch_size, seed).tolist())
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        return self._windows(self._evaluated, batch_size)
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """At most as many windows of the validation part as are evaluated, between these; none where all of it is."""
+        return self._windows(self._validated, batch_size)
+
+    def _windows(self, starts: np.ndarray, batch_size: int) -> Iterator[Batch]:
         check_batch("Text.evaluation_batches", batch_size)
-        for begin in range(0, len(self._evaluated), batch_size):
-            yield self._batch(self._evaluated[begin : begin + batch_size].tolist())
+        for begin in range(0, len(starts), batch_size):
+            yield self._batch(starts[begin : begin + batch_size].tolist())
 
     def _batch(self, starts: list[int]) -> Batch:
         windows = torch.from_numpy(np.stack([self.corpus.read(start, start + self.length + 1) for start in starts]))

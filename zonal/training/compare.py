@@ -328,7 +328,10 @@ class Comparison:
             ended: dict[float, dict[int, Final]] = {rate: {} for rate in self.spec.learning_rates}
             for record in records:
                 if record.operator == operator and record.status == "done" and record.final:
-                    ended[record.learning_rate][record.seed] = Final(record.final[metric], record.steps_done)
+                    validation = record.final.get("validation", {}).get(metric)
+                    ended[record.learning_rate][record.seed] = Final(
+                        record.final[metric], record.steps_done, validation
+                    )
             found[operator] = best_learning_rate(
                 ended,
                 self.spec.screening,

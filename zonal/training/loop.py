@@ -44,6 +44,8 @@ from zonal.training.sharded import Processes
 from zonal.training.step import autocast
 
 T = TypeVar("T")
+# metrics that only the last evaluation of a run has
+_AT_END = ("validation", "transfer", "examined")
 
 
 @known_names
@@ -353,25 +355,38 @@ class _Run:
         return True
 
     def _measured(self) -> dict[str, Any] | None:
-        """The metrics of an evaluation; at the end of a run also those of ``_measured_at_end``. None if a stop was
-        requested meanwhile.
+        """The metrics of an evaluation; at the end of a run also those of the validation set and of
+        ``_measured_at_end``. None if a stop was requested meanwhile.
         """
-        config, step, size = self.config, self.progress.step, self.config.evaluation_batch_size
+        config, size = self.config, self.config.evaluation_batch_size
+        total = self._over(lambda: self.task.evaluation_batches(size), "evaluation")
+        if total is None:
+            return None
+        metrics = total.result()
+        if self.progress.step < config.steps and not self._good_enough(metrics):
+            return metrics
+        chosen_by = self._over(lambda: self.task.validation_batches(size), "validation")
+        if chosen_by is None:
+            return None
+        if chosen_by.positions:
+            found = chosen_by.result()
+            metrics["validation"] = {name: found[name] for name in ("loss", "accuracy")}
+        ended = self._measured_at_end() if self.measure_end else {}
+        return None if ended is None else {**metrics, **ended}
+
+    def _over(self, batches: Callable[[], Iterator[Batch]], name: str) -> Accumulator | None:
+        """The sums over a set of batches. None if a stop was requested meanwhile."""
         predictor = self.processes.predictor(self.model)
         total = Accumulator(self.task.bytes_per_token)
-        for batch in self._until_stopped(self.task.evaluation_batches(size)):
+        for batch in self._until_stopped(batches()):
             if batch is None:
                 return None
             accumulate(predictor, batch, total, self.device)
-        metrics = total.result()
-        if not math.isfinite(metrics["loss"]):
+        if total.positions and not math.isfinite(loss := total.result()["loss"]):
             raise self._non_finite(
-                f"the evaluation loss became {metrics['loss']} after step {step}", self._locate_in_evaluation()
+                f"the {name} loss became {loss} after step {self.progress.step}", self._locate_in(batches())
             )
-        if not self.measure_end or (step < config.steps and not self._good_enough(metrics)):
-            return metrics
-        ended = self._measured_at_end()
-        return None if ended is None else {**metrics, **ended}
+        return total
 
     def _measured_at_end(self) -> dict[str, Any] | None:
         """The metrics that only a finished run gets: transfer batches and the task's own examination. None if a stop
@@ -413,7 +428,7 @@ class _Run:
         if best is None or (value > best if self.task.metric == "accuracy" else value < best):
             progress.best = {
                 "step": progress.step,
-                **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")},
+                **{name: value for name, value in metrics.items() if name not in _AT_END},
             }
             plain = self.processes.whole(self.model) if self.config.keep_best else None
             if plain is not None:
@@ -424,9 +439,9 @@ class _Run:
                     progress.steps_to[threshold] = progress.step
             progress.stopped_early = self._good_enough(metrics)
 
-    def _locate_in_evaluation(self) -> str:
+    def _locate_in(self, batches: Iterator[Batch]) -> str:
         self.model.eval()
-        for batch in self.task.evaluation_batches(self.config.evaluation_batch_size):
+        for batch in batches:
             where = self.processes.locate(self.model, batch, replace(self.config, accumulate=1), backward=False)
             if "run again is finite" not in where:
                 return where

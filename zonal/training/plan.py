@@ -1,10 +1,11 @@
 """How many updates a budget allows: each operator is timed on the real task, then every run gets the same number.
 
     budget · 0.9 - time spent so far  ≥  time until the last run ends, of runs that each take
-                                         n · update + evaluations(n) · evaluation + overhead
+                                         n · update + (evaluations(n) + 1) · evaluation + overhead
 
-and are started in order as one of the ``jobs`` becomes free, with ``end`` for each operator and seed. The largest such
-n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one second.
+(the last of them is that of the validation set, where a task has one) and are started in order as one of the ``jobs``
+becomes free, with ``end`` for each operator and seed. The largest such n is taken. A tenth is kept back, since a
+machine is never as free for ten minutes as it was for one second.
 """
 
 import bisect
@@ -137,7 +138,9 @@ def evaluations(config: TrainConfig, steps: int) -> int:
 
 def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs: int) -> float:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
-    count, ends = evaluations(spec.training, steps), [timing.end for timing in timings.values()]
+    # the validation set at the end of a run is read like another evaluation
+    validations = next(spec.task.validation_batches(1), None) is not None
+    count, ends = evaluations(spec.training, steps) + validations, [timing.end for timing in timings.values()]
     runs = [steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values()]
     measured = [run + end for run, end in zip(runs, ends, strict=True)]
     if len(spec.learning_rates) == 1:
