@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,7 @@ def session(workers: int | None, threads: int) -> Iterator[None]:
         # what a cluster has of its own is not asked for again
         wanted = {} if there else {"include_dashboard": False, "num_cpus": workers and workers * threads}
         try:
+            _reach(there or "")
             ray.init(address=there or "local", log_to_driver=False, logging_level=logging.ERROR, **wanted)
         except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
             if not there:
@@ -125,6 +127,15 @@ def session(workers: int | None, threads: int) -> Iterator[None]:
     finally:
         if own:
             ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise OSError where nothing answers at ``host:port``: Ray asks there for minutes. Other addresses are left to
+    Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
 
 
 def slots(cores: int) -> int:

@@ -1,5 +1,6 @@
 """What is asked of Ray, which is an extra: a stand-in for its module notes it. ``test_ray`` runs on a cluster."""
 
+import socket
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -53,3 +54,16 @@ def test_an_address_without_a_cluster_is_told(
     told = r"no Ray cluster answers at RAY_ADDRESS=nowhere \((No|Invalid)[^\n]*remove it"
     with pytest.raises(ZonalError, match=told), workers.session(None, 1):
         raise AssertionError("there is no session")
+
+
+def test_a_port_where_nothing_answers_is_told_without_asking_ray(
+    ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself asks there for minutes; the stand-in has no ``init``."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        for named in (address, f"ray://{address}"):
+            monkeypatch.setenv("RAY_ADDRESS", named)
+            with pytest.raises(ZonalError, match=f"RAY_ADDRESS={named} .*refused.*ray start"), workers.session(None, 1):
+                raise AssertionError("there is no session")
