@@ -145,6 +145,10 @@ def slots(cores: int) -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)) // cores)
 
 
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2].rstrip(" .")
+
+
 def _called(function: Callable[[Item], Result], item: Item) -> Result:
     return function(item)
 
@@ -165,8 +169,8 @@ def tasks(
     as there are cores for. in_order: in the order of the items rather than as they are done. should_stop: asked often;
     True ends all, and running tasks are stopped.
 
-    Raises: ZonalError for an item whose processes died again and again; errors of this library that ``function``
-    raised.
+    Raises: ZonalError for an item whose processes died again and again, or a machine that lacks this library; errors
+    of this library that ``function`` raised.
     """
     import ray  # pyright: ignore[reportMissingImports]
     import ray.exceptions  # pyright: ignore[reportMissingImports]
@@ -189,6 +193,11 @@ def tasks(
                 try:
                     found = ray.get(done)
                 except ray.exceptions.RayTaskError as error:  # what the function raised
+                    if isinstance(error, ray.exceptions.RaySystemError):  # it was not even read there
+                        raise ZonalError(
+                            f"workers: a machine of the Ray cluster cannot run tasks of zonal ({_last_line(error)}). "
+                            "Install the same version of zonal on every machine of the cluster."
+                        ) from error
                     raise (error.cause if isinstance(error.cause, ZonalError) else error) from None
                 except ray.exceptions.RayError as error:
                     raise ZonalError(

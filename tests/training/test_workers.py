@@ -10,6 +10,10 @@ from zonal import workers
 from zonal.errors import ZonalError
 
 
+class UnreadTaskError(TypeError):
+    """Ray's error where a machine lacks what a task needs."""
+
+
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A cluster of a machine with 2 cores and one with 4, which runs a task when it is asked for its result."""
@@ -21,6 +25,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     errors = ModuleType("ray.exceptions")
     errors.RayError, errors.RayTaskError = OSError, TypeError  # type: ignore[attr-defined]
+    errors.RaySystemError = UnreadTaskError  # type: ignore[attr-defined]
     module = ModuleType("ray")
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": True, "Resources": {"CPU": 4.0}},
              {"Alive": False, "Resources": {"CPU": 64.0}}, {"Alive": True, "Resources": {}}]  # fmt: skip
@@ -67,3 +72,12 @@ def test_a_port_where_nothing_answers_is_told_without_asking_ray(
             monkeypatch.setenv("RAY_ADDRESS", named)
             with pytest.raises(ZonalError, match=f"RAY_ADDRESS={named} .*refused.*ray start"), workers.session(None, 1):
                 raise AssertionError("there is no session")
+
+
+def test_a_machine_without_the_library_is_told(ray: SimpleNamespace) -> None:
+    def get(task: object) -> object:
+        raise UnreadTaskError("ray::_called()\nSystem error:\nModuleNotFoundError: No module named 'zonal'\n")
+
+    ray.module.get = get
+    with pytest.raises(ZonalError, match=r"tasks of zonal \(ModuleNotFoundError: No module named 'zonal'\)\. Install"):
+        list(workers.tasks(abs, [-1], cores=1))
