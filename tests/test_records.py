@@ -1,12 +1,12 @@
-"""Numbers on the pages are those of the records: a comment ahead of them names the file, the place in it, and the words
-that the number stands in.
+"""Numbers on the pages are those of the records. A comment ahead of them, ``<!-- claims 3 -->``, stands for part [3] of
+the file of its page in ``tests/claims``, which names records, places in them, and the words that the numbers stand in:
 
-    <!-- records results/a/summary.json comparisons/0/operators
+    [3]
+    results/a/summary.json comparisons/0/operators
     label=Softmax/accuracy | softmax {mean:.3f} ± {deviation:.3f}
     label=Ridge/seconds => *1000 | {:.1f} ms @ ridge @ 2
-    -->
 
-The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through
+A line without " | " names a file and where in it the lines below begin. A place is a way through
 the JSON: names of objects and numbers of entries, or ``key=value`` for the first entry of a list that has it, or
 ``key=value&key=value`` for the first that has both. What is there, or what ``=> 1/x``, ``=> exp`` or ``=> *1000`` makes
 of it, fills the words, which must then stand in what follows: up to the second blank line, or with ``@ title @ n`` in
@@ -60,7 +60,8 @@ NAMING = (
 
 
 # a comment, and what follows it up to the second blank line
-BLOCK = re.compile(r"<!-- records (.*?)-->\n(\n?(?:[^\n]+\n)+)", re.DOTALL)
+BLOCK = re.compile(r"<!-- claims (\d+) -->\n(\n?(?:[^\n]+\n)+)")
+PART = re.compile(r"^\[(\d+)\]\n((?:[^\n]+\n)+)", re.MULTILINE)
 
 
 class Claim(NamedTuple):
@@ -70,14 +71,20 @@ class Claim(NamedTuple):
     text: str
 
 
+def parts(page: Path) -> dict[str, str]:
+    """The parts of the file of claims of a page, by number."""
+    file = (ROOT / "tests" / "claims" / page.relative_to(ROOT)).with_suffix(".txt")
+    return dict(PART.findall(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
 def claims(page: Path) -> Iterator[Claim]:
-    text = page.read_text(encoding="utf-8")
-    for found in BLOCK.finditer(text):
+    stated = parts(page)
+    for number, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         file, begin = "", ""
-        for line in found.group(1).strip().splitlines():
+        for line in stated.get(number, "").splitlines():
             if " | " in line:
                 place, words = line.split(" | ", 1)
-                yield Claim(file, f"{begin}/{place}", words, found.group(2))
+                yield Claim(file, f"{begin}/{place}", words, text)
             else:
                 file, begin = line.split(" ", 1)
 
@@ -145,6 +152,16 @@ def test_pages_name_their_records() -> None:
     assert {page for page, found in CLAIMS.items() if found} >= set(NAMING)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert len(BLOCK.findall(text)) == text.count("<!-- records"), (
-            f"{page}: a blank line is missing before a comment"
+        read = [number for number, _ in BLOCK.findall(text)]
+        assert len(read) == len(re.findall("^<!--", text, re.MULTILINE)), (
+            f"{page}: a comment without text below it, or of another form"
         )
+        assert sorted(read) == sorted(parts(page)), f"{page}: its comments are not the parts of its file of claims"
+
+
+def test_files_of_claims_have_pages_and_no_other_lines() -> None:
+    for file in (ROOT / "tests" / "claims").rglob("*.txt"):
+        page = (ROOT / file.relative_to(ROOT / "tests" / "claims")).with_suffix(".md")
+        whole = "\n".join(f"[{number}]\n{lines}" for number, lines in parts(page).items())
+        assert page in PAGES, file
+        assert whole == file.read_text(encoding="utf-8"), file
