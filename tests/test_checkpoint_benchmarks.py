@@ -41,6 +41,14 @@ def test_the_whole_validation_text_is_read_by_checkpoints_of_runs(tmp_path, caps
     assert (row["trained_length"], row["length"], list(row["places"])) == (32, 150, ["0-63", "64-127", "128-149"])
     assert row["loss"] == pytest.approx(evaluate(model, longer, batch_size=2)["loss"], abs=1e-5)
     assert row["loss"] == pytest.approx(np.average(list(row["places"].values()), weights=[64, 64, 22]), abs=1e-5)
+    # the first windows alone, fewer than there are stretches
+    assert held_out.main([*runs, "--tokens", "100", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["tokens"], len(row["stretches"])) == (96, 3)
+    first = held_out.losses(model, whole)[:3]
+    assert row["stretches"] == pytest.approx(first.mean(1).tolist(), abs=1e-5)
+    with pytest.raises(ArgumentError, match="--tokens must be at least a window of 32, got 31"):
+        held_out.main([*runs, "--tokens", "31", "--out", "-"])
     # the sample of the comparison
     assert held_out.main([*runs, "--quick", "--out", "-"]) == 0
     sample = f"linear, seed 0, rate 0.003: {row['loss_of_the_comparison']:.3f} nats a token of 320"
