@@ -141,6 +141,23 @@ def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.
             zonal.attention(q, k, v, operator, causal=True, path=path)
 
 
+@dataclass(frozen=True)
+class RowSums(anchor.Anchor):
+    """Sums in place of weights, a mistake that broadcasting would hide."""
+
+    def weights(self, blocks: anchor.Blocks) -> Tensor:
+        return blocks.qk.sum(-1, keepdim=True)
+
+
+def test_weights_of_another_shape_are_told() -> None:
+    operator = zonal.Operator(score.Cosine(temperature=1.0), link.SquaredAffine(), RowSums())
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
+    told = r"RowSums\.weights: .*\(1, 2, 5, 5\), were required, received \(1, 2, 5, 1\)"
+    for path in ("auto", "dense"):
+        with pytest.raises(ArgumentError, match=told):
+            zonal.attention(q, k, v, operator, causal=True, path=path)
+
+
 def test_a_declaration_is_a_dataclass() -> None:
     class Plain(link.Link):
         def value(self, x: Tensor, c: Tensor) -> Tensor:

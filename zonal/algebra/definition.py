@@ -6,6 +6,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Blocks, Marginals
 from zonal.algebra.bound import Bound, Far
 from zonal.algebra.prior import Bias, Visibility
+from zonal.errors import ArgumentError
 
 
 class _Clamp(torch.autograd.Function):
@@ -108,6 +109,8 @@ def weights(
 
     log_decay (B or 1, Hkv, S), 0 on padding: the decay of the past for anchors that solve. Other anchors find it in
     ``bias``. marginals: the masses of queries and keys, for anchors that couple queries.
+
+    Raises: ArgumentError where an anchor gives weights of another shape.
     """
     log = bound.link.log_space
     block, visible = evidence(bound, coefficients, q, k, visibility, bias)
@@ -121,7 +124,13 @@ def weights(
     }
     if log_decay is not None:
         log_decay = log_decay.repeat_interleave(bound.groups, 1) if bound.anchor.solves else None
-    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay, marginals))
+    found = bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay, marginals))
+    if found.shape != block.shape:
+        raise ArgumentError(
+            f"{type(bound.anchor).__name__}.weights: weights of all queries and keys, {tuple(block.shape)}, were "
+            f"required, received {tuple(found.shape)}."
+        )
+    return found
 
 
 __all__ = ["evidence", "kernel", "paired", "weights"]
