@@ -98,7 +98,7 @@ def test_the_rate_of_a_comparison_is_chosen_by_it(kind, best, tmp_path):
     assert result.best_learning_rates == {"softmax": best}
     assert [run.learning_rate for run in result.runs if run.seed == 1] == [best]
     assert summarise(load(tmp_path)).rows[0].learning_rate == best
-    by = "other data" if kind is Contrary else "the reported data"
+    by = "validation data" if kind is Contrary else "the reported data"
     assert (
         f"learning rates 0.0001, 0.03 tried with 1 of the seeds, chosen by {by} ·"
         in report.write(tmp_path).markdown.read_text()

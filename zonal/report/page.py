@@ -184,7 +184,7 @@ def _facts(summary: Summary) -> list[str]:
     if len(data.learning_rates) > 1:
         tried = "" if data.screening_seeds is None else f" tried with {len(data.screening)} of the seeds"
         validated = [bool(run.final and run.final.validation) for run in data.runs if run.done]
-        chosen = f", chosen by {'other data' if all(validated) else 'the reported data'}" if validated else ""
+        chosen = f", chosen by {'validation data' if all(validated) else 'the reported data'}" if validated else ""
         facts.append(
             f"learning rates {', '.join(formats.rate(rate) for rate in sorted(data.learning_rates))}{tried}{chosen}"
         )

@@ -72,10 +72,10 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
     all rates.
     """
     ended: dict[float, dict[int, Final]] = {rate: {} for rate in sweep}
-    for run in (run for runs in sweep.values() for run in runs):
-        if run.final and (score := _score(data, run)) is not None:
-            validation = run.final.validation.get(data.metric)
-            ended[run.learning_rate][run.seed] = Final(score, run.steps_done, validation)
+    for rate, runs in sweep.items():
+        for run in runs:
+            if run.final and (score := _score(data, run)) is not None:
+                ended[rate][run.seed] = Final(score, run.steps_done, run.final.validation.get(data.metric))
     return best_learning_rate(ended, data.screening, higher_is_better=data.higher_is_better, stop=data.stop)
 
 

@@ -110,7 +110,7 @@ class Text(Task):
         unread = 1 - train_fraction * (1 - validation_fraction)
         self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
         self._check_size()
-        self._evaluated, self._validated = self._divided()
+        self._evaluated, self._validated = self._held_out_windows()
         if self.causal:
             self.bytes_per_token = float(self.tokenizer.token_bytes[self._evaluation_targets()].mean())
 
@@ -131,7 +131,7 @@ class Text(Task):
                     f"{enough} tokens of text or more, or a smaller length."
                 )
 
-    def _divided(self) -> tuple[np.ndarray, np.ndarray]:
+    def _held_out_windows(self) -> tuple[np.ndarray, np.ndarray]:
         """The stream positions at which windows of the validation part begin: those that are evaluated, all that fit
         or as many as hold about ``evaluation_bytes``; and at most as many of the others, by which rates are chosen.
         Both are spread over the part, since the files of a folder differ.

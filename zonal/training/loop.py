@@ -359,23 +359,23 @@ class _Run:
         ``_measured_at_end``. None if a stop was requested meanwhile.
         """
         config, size = self.config, self.config.evaluation_batch_size
-        total = self._over(lambda: self.task.evaluation_batches(size), "evaluation")
+        total = self._read(lambda: self.task.evaluation_batches(size), "evaluation")
         if total is None:
             return None
         metrics = total.result()
         if self.progress.step < config.steps and not self._good_enough(metrics):
             return metrics
-        chosen_by = self._over(lambda: self.task.validation_batches(size), "validation")
-        if chosen_by is None:
+        validation = self._read(lambda: self.task.validation_batches(size), "validation")
+        if validation is None:
             return None
-        if chosen_by.positions:
-            found = chosen_by.result()
+        if validation.positions:
+            found = validation.result()
             metrics["validation"] = {name: found[name] for name in ("loss", "accuracy")}
         ended = self._measured_at_end() if self.measure_end else {}
         return None if ended is None else {**metrics, **ended}
 
-    def _over(self, batches: Callable[[], Iterator[Batch]], name: str) -> Accumulator | None:
-        """The sums over a set of batches. None if a stop was requested meanwhile."""
+    def _read(self, batches: Callable[[], Iterator[Batch]], name: str) -> Accumulator | None:
+        """What the model makes of a set of batches. None if a stop was requested meanwhile."""
         predictor = self.processes.predictor(self.model)
         total = Accumulator(self.task.bytes_per_token)
         for batch in self._until_stopped(batches()):
