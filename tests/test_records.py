@@ -30,9 +30,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # pages whose numbers are all of one or two records; each must name them
 NAMING = (
     "docs/echo.md",
+    "docs/echo_baselines.md",
     "docs/echo_failures.md",
     "docs/echo_forms.md",
     "docs/echo_paper_size.md",
+    "docs/echo_two_hops.md",
     "docs/encoder_tasks.md",
     "docs/rewa.md",
     "docs/rewa_ablations.md",
@@ -55,7 +57,9 @@ NAMING = (
     "docs/which-operator.md",
     "docs/echo_variables.md",
     "docs/recall_measured.md",
+    "docs/text_lengths.md",
     "docs/text_measured.md",
+    "docs/text_novel.md",
 )
 
 
