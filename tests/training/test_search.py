@@ -176,7 +176,9 @@ def test_all_regimes_see_the_same_data_and_the_cost_is_that_of_their_runs(whole)
                 steps,
                 [regime.learning_rate],
             )
-            assert outcome.costs == {run.seed: run.final["loss"] for run in outcome.runs if run.final}
+            finals = {run.seed: run.final for run in outcome.runs if run.final}
+            assert outcome.costs == {seed: final["validation"]["loss"] for seed, final in finals.items()}
+            assert outcome.reported == {seed: final["loss"] for seed, final in finals.items()}
 
 
 def test_killed_and_gone_on_is_the_same_search(whole, tmp_path):
@@ -284,6 +286,17 @@ def test_costs_of_each_measure():
     assert a_search(measure="steps", target=1.0, training=whole).cost(run) == 30
     assert a_search(measure="steps", target=0.9).cost(run) == 40  # never reached: all its steps
     assert a_search().cost(replace(run, status="failed")) is None
+    assert a_search().reported(run) is None
+
+
+def test_a_validation_set_is_what_is_judged_by():
+    final = {"loss": 0.7, "accuracy": 0.25, "validation": {"loss": 0.9, "accuracy": 0.125}}
+    run = RunResult("softmax", "Softmax", 0, 1e-2, "done", steps=40, final=final, steps_to={"0.5": 20})
+    loss, metric, steps = a_search(), a_search(measure="metric"), a_search(measure="steps", target=0.5)
+    assert (loss.cost(run), loss.reported(run)) == (0.9, 0.7)
+    assert (metric.cost(run), metric.reported(run)) == (0.875, 0.75)
+    assert (steps.cost(run), steps.reported(run)) == (20, None)
+    assert loss.reported(replace(run, status="failed")) is None
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def _regime(regime: Regime, rungs: dict[int, Outcome]) -> dict[str, Any]:
             {
                 "steps": steps,
                 "cost": None if outcome.costs is None else _spread(spread(list(outcome.costs.values()))),
-                "by_seed": None if outcome.costs is None else {str(seed): cost for seed, cost in outcome.costs.items()},
+                "by_seed": _named(outcome.costs),
+                "reported": _named(outcome.reported),
                 # of an evaluation: the margin of chance of a guess depends on their number
                 "answers": min((run.final["positions"] for run in outcome.runs if run.final is not None), default=None),
                 "message": outcome.message,
@@ -80,6 +81,10 @@ def _regime(regime: Regime, rungs: dict[int, Outcome]) -> dict[str, Any]:
             for steps, outcome in rungs.items()
         ],
     }
+
+
+def _named(by_seed: dict[int, float] | None) -> dict[str, float] | None:
+    return None if by_seed is None else {str(seed): value for seed, value in by_seed.items()}
 
 
 def _graph(graph: Graph, place: dict[Regime, int]) -> dict[str, Any]:

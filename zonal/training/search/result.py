@@ -12,12 +12,13 @@ from zonal.training.search.regime import Regime
 @dataclass(frozen=True)
 class Outcome:
     """One regime on one rung. ``costs``: seed → cost, None when a run of it failed or it could not be run, which
-    ``message`` explains.
+    ``message`` explains. ``reported``: the same on the evaluation set, where costs are of the validation set.
     """
 
     runs: tuple[RunResult, ...]
     costs: dict[int, float] | None
     message: str | None
+    reported: dict[int, float] | None = None
 
     @property
     def seconds(self) -> float:

@@ -114,7 +114,9 @@ class Search:
             return None
         costs = {run.seed: cost for run in runs if (cost := self.spec.cost(run)) is not None}
         failed = next((run.message or "a number that is not finite" for run in runs if run.seed not in costs), None)
-        return Outcome(runs, costs if failed is None else None, failed)
+        reported = {run.seed: value for run in runs if (value := self.spec.reported(run)) is not None}
+        whole = failed is None and len(reported) == len(runs)
+        return Outcome(runs, costs if failed is None else None, failed, reported if whole else None)
 
     def train(
         self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None

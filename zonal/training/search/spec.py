@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -173,14 +174,25 @@ class SearchSpec(SearchSettings):
         )
 
     def cost(self, run: RunResult) -> float | None:
-        """What a finished run is judged by, smaller being better; None for one that failed."""
+        """What a finished run is judged by, smaller being better, on the validation set if its task has one; None for
+        a run that failed.
+        """
         if run.status != "done" or run.final is None:
             return None
         if self.measure == "steps":
             reached = run.steps_to.get(short(self.target))
             return float(run.steps if reached is None else reached)
+        return self._value(run.final.get("validation", run.final))
+
+    def reported(self, run: RunResult) -> float | None:
+        """``cost`` on the evaluation set, by which nothing was chosen; None where that set is what ``cost`` reads."""
+        if self.measure == "steps" or run.status != "done" or run.final is None or "validation" not in run.final:
+            return None
+        return self._value(run.final)
+
+    def _value(self, metrics: Mapping[str, Any]) -> float | None:
         name = "loss" if self.measure == "loss" else self.task.metric
-        value = run.final[name]
+        value = metrics[name]
         if value is None or not math.isfinite(value):
             return None
         return 1 - capped(value, self.training.stop_at_accuracy) if name == "accuracy" else value
