@@ -86,14 +86,15 @@ class Glosses(Task):
         return self._batch(rows, [(seed, number, TRAIN) for number in numbers.tolist()])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("Glosses.evaluation_batches", batch_size)
         return self._tested(0, batch_size, TEST)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """As many other labels, or all other; other halves of the same definitions where all labels are evaluated."""
+        check_batch("Glosses.validation_batches", batch_size)
         return self._tested(self.test_examples % self.labels, batch_size, VALIDATION)
 
     def _tested(self, first: int, batch_size: int, use: int) -> Iterator[Batch]:
-        check_batch("Glosses.evaluation_batches", batch_size)
         end = min(first + self.test_examples, self.labels)
         for begin in range(first, end, batch_size):
             rows = np.arange(begin, min(begin + batch_size, end))

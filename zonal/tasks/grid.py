@@ -15,7 +15,7 @@ import numpy as np
 from zonal.errors import ArgumentError, unknown_name
 from zonal.names import known_names
 from zonal.tasks.retrieval import KINDS, Words, check, example
-from zonal.tasks.task import Batch, Drawn, Guess, stream
+from zonal.tasks.task import Batch, Drawn, Guess, check_batch, stream
 
 # words for the streams that derive from a task's seed, beside those of training and testing
 _TRANSFER, _LENGTHS = 2, 3
@@ -119,12 +119,13 @@ class Retrieval(Drawn[Shape]):
         yield from self._of(self.test_shapes or (), self.test_examples, batch_size, use)
 
     def transfer_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("Retrieval.transfer_batches", batch_size)
         yield from self._of(self.transfer_shapes, self.transfer_examples, batch_size, _TRANSFER)
 
     def _of(self, shapes: Sequence[Shape], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
         for shape in dict.fromkeys(shapes):
             long = shape.length > self.length
-            rows = max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length)) if long and batch_size > 0 else batch_size
+            rows = max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length)) if long else batch_size
             code = zlib.crc32(f"{shape.kind} {shape.pairs} {shape.length}".encode())
             yield from self.fixed([(shape, code)], examples, rows, use)
 

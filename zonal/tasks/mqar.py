@@ -334,13 +334,14 @@ class MQAR(Task):
         return self._batch(segment, *self.examples(number, TRAIN).tensors(rows))
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("MQAR.evaluation_batches", batch_size)
         return self._tested(batch_size, TEST)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("MQAR.validation_batches", batch_size)
         return self._tested(batch_size, VALIDATION)
 
     def _tested(self, batch_size: int, use: int) -> Iterator[Batch]:
-        check_batch("MQAR.evaluation_batches", batch_size)
         for number, segment in enumerate(self.test_segments):
             examples = self.examples(number, use)
             for begin in range(0, segment.examples, batch_size):

@@ -212,9 +212,11 @@ class Drawn(Task, Generic[C]):
         """The evaluation set where ``use`` is ``TEST``; with another ``use``, as many other sequences of its cells."""
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch(f"{type(self).__name__}.evaluation_batches", batch_size)
         return self.tested(batch_size, TEST)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch(f"{type(self).__name__}.validation_batches", batch_size)
         return self.tested(batch_size, VALIDATION)
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
@@ -227,7 +229,6 @@ class Drawn(Task, Generic[C]):
         """Batches of ``examples`` sequences of each cell, which are the same for every run. cells: with the numbers
         that stand for them in keys.
         """
-        check_batch(f"{type(self).__name__}.evaluation_batches", batch_size)
         for cell, code in cells:
             for begin in range(0, examples, batch_size):
                 numbers = range(begin, min(begin + batch_size, examples))

@@ -170,14 +170,15 @@ class Text(Task):
         return self._batch(self.train_starts(step, batch_size, seed).tolist())
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("Text.evaluation_batches", batch_size)
         return self._windows(self._evaluated, batch_size)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """At most as many windows of the validation part as are evaluated, between these; none where all of it is."""
+        check_batch("Text.validation_batches", batch_size)
         return self._windows(self._validated, batch_size)
 
     def _windows(self, starts: np.ndarray, batch_size: int) -> Iterator[Batch]:
-        check_batch("Text.evaluation_batches", batch_size)
         for begin in range(0, len(starts), batch_size):
             yield self._batch(starts[begin : begin + batch_size].tolist())
 
