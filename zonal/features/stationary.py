@@ -31,7 +31,8 @@ class Stationary(FeatureMap):
 
     size: D. width: None = sqrt(d), so that vectors of unit variance are about one width apart. orthogonal: z are
     orthogonal within blocks. learn: W is trained, and kappa is only the initial kernel. Positive maps of the Laplacian
-    and Matérn kernels are poor: where u . v > 0, heavy-tailed scales give infinite variance.
+    and Matérn kernels are poor: their heavy-tailed scales give infinite variance where u . v > 0 (Matérn, one scale for
+    all coordinates) or where u_i v_i > 0 in one coordinate (Laplacian, one scale each).
 
     Raises: ArgumentError for unknown kernels and sizes that do not fit. Source: Rahimi and Recht 2007; positive:
     Choromanski et al. 2021, applied to each Gaussian of the mixture.
