@@ -32,10 +32,10 @@ def word_tokenizer(words: Iterable[str]) -> Any:
 def save_model_of(text: str, folder: Path, **sizes: Any) -> None:
     """Save a small Llama and a tokeniser of bytes that was trained on a text."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], show_progress=False)
     plain.train_from_iterator([text], trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)

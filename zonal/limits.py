@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ RATE = Between(1e-30, 1e6)
 RATIO = Between(1e-6, 1e6)
 THREADS = Between(1, 1024)
 PROCESSES = Between(1, 1024)
+
+
+def whole(call: str, settings: Any) -> None:
+    """Make int what a frozen dataclass declares as a whole number, which may be one of numpy.
+
+    Raises: ArgumentError, naming call and field, for what is none, such as 1e4.
+    """
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if hint not in (int, int | None, tuple[int, ...]) or value is None:
+            continue
+        try:
+            numbers = tuple(map(index, value if isinstance(value, tuple) else (value,)))
+        except TypeError as error:
+            raise ArgumentError(f"{call}: {name} must be a whole number, got {value!r}.") from error
+        object.__setattr__(settings, name, numbers if isinstance(value, tuple) else numbers[0])
 
 
 def check(call: str, options: Any) -> None:

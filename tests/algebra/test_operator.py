@@ -292,3 +292,12 @@ def test_positions_of_masks() -> None:
         assert mask is not None
         assert torch.equal(mask[0, 0], expected), name
         assert torch.equal(seen.count(torch.device("cpu"))[0, 0], expected.sum(-1)), name
+
+
+def test_a_frozen_operator_stays_frozen_in_copies() -> None:
+    frozen, free = m.sko().requires_grad_(False), m.sko()
+    with torch.no_grad():
+        for operator, trained in ((frozen, False), (free, True)):
+            for copied in (operator.for_heads(4), operator.replace(prior=prior.Causal()), operator.for_dim(8)):
+                flags = {value.requires_grad for value in copied.learned_parts.values()}
+                assert flags == {trained}

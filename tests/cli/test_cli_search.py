@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from zonal.cli import presets
+from zonal.cli import presets, train
 from zonal.cli.app import main, parse_options
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.cli.presets import Preset
@@ -142,6 +142,9 @@ def test_recipes_are_presets(here):
     presets.write_recipe(here / "recipe.json", settings)
     assert presets.find("recipe.json", "compare") == settings
     assert presets.named(["--preset", "recipe.json"], "train") == ("recipe.json", settings)
+    again = train.defaults(["--preset", "recipe.json"])
+    assert again is not None
+    assert again.seed == 3
 
 
 @pytest.mark.parametrize(

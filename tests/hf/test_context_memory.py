@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from small_llama import SIZES, word_tokenizer
+from tokenizers import processors
 
 from zonal import hf
 from zonal.errors import ArgumentError, FileFormatError
@@ -57,6 +58,22 @@ def test_a_document_in_memory_says_what_its_text_says(kind: str) -> None:
     logits = made(ids).logits[0, -7:-1].log_softmax(-1)
     alone = float(logits.gather(1, ids[0, -6:, None]).sum())
     assert context.score(question) == pytest.approx(alone, abs=2e-3)
+
+
+@torch.no_grad()
+def test_a_document_begins_as_the_tokenizer_begins_a_text() -> None:
+    begins = tokenizer()
+    begins.bos_token = WORDS[0]
+    template = processors.TemplateProcessing(single=f"{WORDS[0]} $A", special_tokens=[(WORDS[0], 1)])
+    begins.backend_tokenizer.post_processor = template
+    made = model("ours")
+    context = hf.ContextMemory(made, begins)
+    document, question = text(20, 1), text(3, 2)
+    assert context.read("first", document).tokens == 21
+    ids = begins(f"{document} {question}", return_tensors="pt")["input_ids"]
+    wanted = made.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)[0, ids.shape[1] :]
+    asked = context.ask(question, max_new_tokens=6, do_sample=False)
+    assert asked == begins.decode(wanted, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

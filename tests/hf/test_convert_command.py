@@ -4,6 +4,7 @@ written loads and generates, and what is refused.
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,45 @@ def test_a_wish_to_stop_before_a_stage_stops_there(folder: Path, tmp_path: Path,
     assert pipeline.run(settings, "zonal convert", pipeline.Watch([].append))
     record = json.loads((settings.out / "conversion.json").read_text())
     assert [len(record[name]) for name in ("transfer", "distillation")] == [2, 2]
+
+
+def test_a_conversion_does_not_go_on_with_other_weights(folder: Path, tmp_path: Path, short: None) -> None:
+    """A model that was trained further in the same folder, or another of that name."""
+    more = ["--transfer-steps", "2", "--distil-steps", "2", "--plan"]
+    assert main(words(folder, tmp_path / "out", *more)) == 0
+    other = tmp_path / "model"
+    shutil.copytree(folder / "model", other)
+    model = transformers.AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(other)
+    first, _, *rest = words(folder, tmp_path / "out", *more)
+    assert main([first, str(other), *rest]) == 2
+
+
+@pytest.mark.parametrize(("lengths", "timed"), [((8, 16, 1100), [8, 16]), ((1100,), [8])])
+def test_a_table_of_positions_ends(
+    folder: Path,
+    tmp_path: Path,
+    short: None,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...],
+    timed: list[int],
+) -> None:
+    """GPT-2's, which limits the questions and the lengths at which decoding is timed."""
+    monkeypatch.setattr("zonal.hf.pipeline._LENGTHS", lengths)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    config = transformers.GPT2Config(vocab_size=300, n_positions=1024, n_embd=32, n_layer=2, n_head=4, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    more = words(tmp_path, out, "--transfer-steps", "2", "--distil-steps", "2")
+    assert main([*more, "--eval-length", "1024"]) == 2
+    assert not out.exists()
+    shutil.rmtree(tmp_path / "out.work")
+    assert main(more) == 0
+    record = json.loads((out / "conversion.json").read_text())
+    assert [each["length"] for each in record["after"]["decoding"]] == timed
 
 
 def _learned(task: Any) -> dict[str, Any]:

@@ -98,6 +98,10 @@ def test_an_assistant_gives_tokens_back() -> None:
     wanted = model.generate(tokens, max_new_tokens=15, do_sample=False)
     assert torch.equal(model.generate(tokens, max_new_tokens=15, do_sample=False, assistant_model=assistant), wanted)
     assert torch.equal(model.generate(tokens, max_new_tokens=15, do_sample=False, prompt_lookup_num_tokens=3), wanted)
+    filled = hf.MemoryCache()
+    model(tokens[:, :6], **{hf.CACHE: filled})
+    with pytest.raises(ArgumentError, match=r"assisted generation begins without a cache.* holds 6 tokens"):
+        model.generate(tokens, max_new_tokens=3, do_sample=False, prompt_lookup_num_tokens=3, **{hf.CACHE: filled})
     cache = hf.MemoryCache()
     cache.activate_past_recording()
     model(tokens[:, :6], **{hf.CACHE: cache})
@@ -142,7 +146,7 @@ def test_layers_by_index_by_mapping_and_by_function() -> None:
     for layers in ([0], {0: "retention"}, lambda index: "retention" if index == 0 else None):
         model = llama("retention", layers=layers)
         assert [own.name for own in hf.operators(model)] == ["retention", "softmax"]
-    for layers in ([2], [-1], {}, [], {"0": "sko"}, 0, lambda index: None):
+    for layers in ([2], [-1], [False, True], {}, [], {"0": "sko"}, 0, lambda index: None):
         with pytest.raises(ArgumentError, match="layers must name some of the layers 0 to 1"):
             llama(layers=layers)
     for given in ({"layers": {0: None}}, {"operator": None}, {"operator": lambda scale: "sko"}):

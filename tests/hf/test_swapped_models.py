@@ -376,6 +376,31 @@ def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
 
 
+@pytest.mark.parametrize("operator", ["retention", "local_global"])
+def test_an_encoder_takes_no_operator_in_which_time_runs_forward(operator: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=29, **sizes))
+    before = model.config._attn_implementation
+    with pytest.raises(ArgumentError, match=rf"hf\.convert: operator '{operator}' needs a causal layer"):
+        hf.convert(model, operator)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_whose_config_other_auto_classes_name_comes_back(tmp_path: Any) -> None:
+    """In transformers 5 a class for decisions stands for Qwen2's config, and reads another."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(vocab_size=29, num_key_value_heads=2, **sizes)
+    ).eval()
+    hf.convert(model, "sko")
+    tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    for load in (transformers.AutoModelForCausalLM.from_pretrained, hf.from_pretrained):
+        assert torch.equal(load(tmp_path)(tokens).logits, logits)
+
+
 def test_a_saved_model_in_bfloat16_keeps_its_operators_in_float32(tmp_path: Any) -> None:
     model = their("Llama")
     for value in model.parameters():  # and no buffer: rotary frequencies are in float32 for whoever loads

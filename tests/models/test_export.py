@@ -119,7 +119,12 @@ def made(layers: str, **settings: Any) -> CausalLM:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"layers": "softmax, squared_affine", "rotary": True}, {"mlp": "koopman"}, {"mlp": "experts", "experts": 3}],
+    [
+        {"layers": "softmax, squared_affine", "rotary": True},
+        {"mlp": "koopman"},
+        {"mlp": "experts", "experts": 3},
+        {"layers": "performer, performer"},
+    ],
     ids=str,
 )
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """Headlines say no more than the records carry: seeds that are missing, runs that stopped, rates that were not run."""
 
 import json
+import shutil
 
 import pytest
 from report.comparison_folder import SLUGS, write_comparison
 
 from zonal import report
+from zonal.errors import FileFormatError
 from zonal.report import charts
 from zonal.report.records import Point
 
@@ -24,6 +26,15 @@ def summary_of(folder, values, *, missing=(), rates=(0.001,), changes=None):
 def steps_of(folder, spec, steps):
     for path in folder.glob(f"runs/{SLUGS[spec]}/*/run.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"steps_done": steps}))
+
+
+def test_a_copy_of_a_run_is_no_seed(tmp_path):
+    made = write_comparison(tmp_path / "x", operators=("softmax", "sko"))
+    run = next(made.glob(f"runs/{SLUGS['sko']}/seed-1*"))
+    shutil.copytree(run, run.with_name(run.name + ".bak"))
+    words = rf"{run.name} and .*{run.name}\.bak both hold seed 1 of 'sko' at the learning rate"
+    with pytest.raises(FileFormatError, match=words):
+        report.load(made)
 
 
 @pytest.mark.parametrize(

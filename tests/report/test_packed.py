@@ -375,3 +375,10 @@ def test_a_search_is_packed_with_its_regimes(tmp_path):
     ]
     archive.unpack(found)
     assert len(report.load(found / made.relative_to(tmp_path / "s")).runs) == 6
+
+
+def test_a_search_that_has_not_ended_has_no_page(tmp_path):
+    (tmp_path / "search.json").write_text("{}")
+    for make in (lambda: packing.write_pages(tmp_path), lambda: packing.pack(tmp_path, tmp_path / "packed")):
+        with pytest.raises(FileFormatError, match=r"has not ended .*zonal search --resume"):
+            make()

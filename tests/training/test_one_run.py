@@ -3,6 +3,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -11,7 +12,7 @@ from training.training_doubles import Recall, lines, tiny_config, tiny_model
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation import evaluate
 from zonal.store import read_header
-from zonal.training import RunResult, load_model, train
+from zonal.training import RunResult, load_model, loop, train
 from zonal.training import events as kinds
 from zonal.training.step import forward_backward, split
 
@@ -357,3 +358,51 @@ def test_nothing_supervised_is_refused(tmp_path):
 
     with pytest.raises(ArgumentError, match="no supervised position"):
         train(tiny_model(), Silent(), tiny_config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"run.json": '{"mine": true}'},
+        {"metrics.jsonl": '{"loss": 1}\n'},
+        {"events.out.tfevents.1700000000.mine.1.0": "events"},
+    ],
+)
+def test_files_of_another_program_are_not_overwritten(tmp_path, files):
+    files = {**files, ".cache.part": "kept"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ArgumentError, match=r"train: .* would be overwritten"):
+        train(tiny_model(), Recall(), tiny_config(), tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.suffix != ".lock"} == files
+
+
+def test_a_run_that_was_killed_before_its_record_begins_again(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "events.out.tfevents.1700000000.mine.1.0").touch()
+    assert train(tiny_model(), Recall(), tiny_config(), tmp_path).status == "done"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"steps": 1e4}, {"log_every": 2.5}, {"eval_batch_size": 4.0}, {"seed": 1.0}, {"accumulate": "2"}]
+)
+def test_whole_numbers_are_whole(settings):
+    (name,) = settings
+    with pytest.raises(ArgumentError, match=rf"TrainConfig: {name} must be a whole number"):
+        tiny_config(**settings)
+
+
+def test_whole_numbers_of_numpy_are_python_s():
+    config = tiny_config(steps=np.int64(20), seed=np.uint8(3))
+    assert (type(config.steps), type(config.seed)) == (int, int)
+    assert config == tiny_config(steps=20, seed=3)
+
+
+def test_going_on_with_another_commit_is_told(tmp_path, monkeypatch):
+    seen, left = [], iter(range(4))
+    train(tiny_model(), Recall(), tiny_config(), tmp_path, should_stop=lambda: next(left, None) is None)
+    monkeypatch.setattr(loop, "commit", lambda: "another")
+    train(tiny_model(), Recall(), tiny_config(), tmp_path, on_event=seen.append)
+    (start,) = [event for event in seen if isinstance(event, kinds.RunStarted)]
+    assert start.step > 0
+    assert [note for note in start.notes if note.startswith("commit ") and note.endswith(" → another")]

@@ -65,6 +65,15 @@ def test_every_legal_move_is_an_operator_and_every_skipped_one_has_a_reason():
     assert "has no one power" in reasons["power: one more"]
 
 
+def test_squares_of_polynomials_are_judged_before_anchors_that_solve():
+    """Models of moves are built on the device meta, whose tensors hold no numbers."""
+    found = moves(Regime((canonical("ska"), "softmax"), 4e-3), MODEL, kinds=("link", "anchor"))
+    assert "link of Softmax: polynomial_square(polynomial=(0.1, 0.3, 1.0))" in {move.text for move in found.legal}
+    squares = Regime((canonical("regime(link='polynomial_square(polynomial=(0.1, -0.3, 1.0))')"),) * 2, 4e-3)
+    reasons = {skipped.text: skipped.reason for skipped in moves(squares, MODEL, kinds=("anchor",)).skipped}
+    assert "a negative power" in reasons["anchor: koopman"]
+
+
 def test_moves_are_judged_by_the_declaration_not_by_a_list():
     """From cosine scores the links that need them are legal; count anchors take signed ones, and those that solve only
     what is positive definite.

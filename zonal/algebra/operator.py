@@ -296,7 +296,8 @@ class Operator(nn.Module):
             if was is None:
                 continue
             for key in self._learned[was]:
-                new.learned_parts[f"{slot}_{key}"] = nn.Parameter(self._value(was, key).detach().clone())
+                trained = self.learned_parts[f"{was}_{key}"].requires_grad
+                new.learned_parts[f"{slot}_{key}"] = nn.Parameter(self._value(was, key).detach().clone(), trained)
             for key in self._fixed[was]:
                 new.fixed_parts.register_buffer(f"{slot}_{key}", self._value(was, key).clone())
         return new
@@ -324,7 +325,7 @@ class Operator(nn.Module):
                     continue
                 if slot == "link" and value.ndim == 2:  # a link of fewer degrees has fewer weights
                     value = value[:, : new.learned_parts[name].shape[1]]
-                new.learned_parts[name] = nn.Parameter(value.detach().clone())
+                new.learned_parts[name] = nn.Parameter(value.detach().clone(), source.learned_parts[name].requires_grad)
         return new
 
     def _named_alike(self, score: Score, link: Link, anchor: Anchor, prior: Prior | tuple[Prior, ...]) -> "Operator":

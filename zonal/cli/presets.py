@@ -35,7 +35,7 @@ class Preset:
     """What a preset fills in where the command line says nothing.
 
     about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model, or the one that
-    --operator names, and the first rate.
+    --operator names, the first rate and the first seed.
     published: what a paper prints. shapes: spec → options of the model in which that operator differs from the others.
     """
 

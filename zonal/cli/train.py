@@ -84,6 +84,7 @@ def defaults(words: Sequence[str]) -> Train | None:
         preset=name,
         operator=operator,
         learning_rate=parse.learning_rates(preset.learning_rates)[0],
+        seed=parse.seeds(preset.seeds)[0],
         task=preset.task,
         model=replace(preset.model, **preset.shape_of(operator)),
         training=preset.training,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from zonal.algebra import Operator
@@ -398,12 +399,19 @@ class MemoryCache(OperatorCache):
 
 
 def start_generation(
-    what: str, kind: type[OperatorCache], generation_config: Any, model_kwargs: dict[str, Any]
+    what: str, kind: type[OperatorCache], generation_config: Any, model_kwargs: dict[str, Any], mode: GenerationMode
 ) -> None:
     """Give ``generate`` of a model (what: its name in an error) a cache of this kind to start with, unless the call has
     one or uses none.
     """
-    if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
+    given = model_kwargs.get(CACHE)
+    if given is not None and mode is GenerationMode.ASSISTED_GENERATION and given.get_seq_length():
+        # the first step of assisted generation reads the whole prompt, also what the cache has read
+        raise ArgumentError(
+            f"generate: assisted generation begins without a cache, or with an empty one; the cache given to {what} "
+            f"holds {given.get_seq_length()} tokens. Leave prompt_lookup_num_tokens and assistant_model out."
+        )
+    if given is not None or generation_config.use_cache is False:
         return
     if generation_config.cache_implementation is not None:
         raise ArgumentError(

@@ -67,7 +67,7 @@ class ContextMemory:
         """
         if name in self._documents:
             raise ArgumentError(f"ContextMemory.read: {name!r} has been read. Forget it first, or choose another name.")
-        tokens = self._encoded(text)
+        tokens = self._encoded(text, begins=True)
         if not tokens.shape[1]:
             raise ArgumentError(f"ContextMemory.read: {name!r} has no tokens. Give a text with at least one.")
         cache = new_cache(self.model)
@@ -246,8 +246,11 @@ class ContextMemory:
         found = (options.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in found if value is not None), None)
 
-    def _encoded(self, text: str) -> Tensor:
-        ids = encoded("ContextMemory", self.model, self.tokenizer, text)
+    def _encoded(self, text: str, begins: bool = False) -> Tensor:
+        """The tokens of a text (1, T). begins: after the token that the tokenizer puts before a text, if any."""
+        ids, first = encoded("ContextMemory", self.model, self.tokenizer, text), self.tokenizer.bos_token_id
+        if begins and ids and first is not None and ids[0] != first and self.tokenizer(text)["input_ids"][0] == first:
+            ids = [first, *ids]
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
     @torch.no_grad()

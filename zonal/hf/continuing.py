@@ -37,14 +37,15 @@ def print_continued(
     if seed is not None:
         torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    sys.stdout.write(prompt)
     if not count:
+        sys.stdout.write(prompt)
         return
     try:
         model.generate(
             **tokens,
             max_new_tokens=count,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            # prompt and text in one piece: decoders drop the space before a first word
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             stop_strings=stop,
             tokenizer=tokenizer,
             pad_token_id=tokenizer.eos_token_id,

@@ -104,7 +104,7 @@ def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) ->
         given = dict(layers)
     else:
         given = dict.fromkeys(layers, operator) if isinstance(layers, Iterable) else {}
-    wrong = [index for index in given if not isinstance(index, int) or not 0 <= index < count]
+    wrong = [index for index in given if type(index) is bool or not isinstance(index, int) or not 0 <= index < count]
     if wrong or not given:
         raise ArgumentError(
             f"{call}: layers must name some of the layers 0 to {count - 1}, received {wrong or layers!r}. Leave "
@@ -210,6 +210,15 @@ def _others(layer: Any) -> str:
     return "Choose an operator that can have a window, such as softmax."
 
 
+def _forward(operator: Operator) -> str | None:
+    """What an operator asks of a layer by which time runs forward, or None."""
+    if operator.anchor.window:
+        return "a causal layer: its window ends with the query's own key"
+    if any(isinstance(prior, Decay) for prior in operator.prior):
+        return "a causal layer: it fades with time"
+    return None
+
+
 def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     """What the operator asks of a layer and layers of transformers do not have, or None.
 
@@ -218,6 +227,8 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     score = operator.score
     if operator.anchor.couples and causal:
         return f"a bidirectional layer, and this one is causal, which {leak(operator.anchor)}"
+    if not causal and (forward := _forward(operator)) is not None:
+        return forward
     if operator.qk_dim not in (None, head_dim):
         return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
     if score.one_map:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -378,10 +379,10 @@ class ZonalForCausalLM(ZonalLanguageModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: GenerationMode, *inputs: Any, **others: Any
     ) -> None:
         """``generate`` starts with this cache, and not with the one that it has for keys and values."""
-        start_generation("ZonalForCausalLM", ZonalCache, generation_config, model_kwargs)
+        start_generation("ZonalForCausalLM", ZonalCache, generation_config, model_kwargs, mode)
 
     def init_continuous_batching(self, *inputs: Any, **others: Any) -> Any:
         """Raises ArgumentError: continuous batching (``generate_batch``) is for keys and values in pages."""

@@ -26,6 +26,7 @@ from zonal.hf.distil import (
     learned_by,
 )
 from zonal.hf.pretrained import RECORD, digest_of, encoded, opened
+from zonal.models.memory import fingerprint
 from zonal.report import conversion as report
 from zonal.training.environment import folder_lock, surroundings
 
@@ -34,6 +35,7 @@ _LENGTHS = (1024, 8192, 32768)
 _PREFILL = 1024
 _HARM_WINDOWS = 2
 _SAMPLE = 60
+_TRIED = 2  # tokens that a converted model must be able to continue with before it is trained
 _HALVED = 0.75  # the share of attention transfer on windows of half the length
 _TOLD = 200  # points of a curve that a record keeps, at most
 
@@ -101,7 +103,10 @@ class _Conversion:
         ]
         self.text = Text.of(documents, settings.windows, settings.eval_length, settings.length)
         digest = hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest()[:16]
-        wanted = {"schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest}
+        wanted = {
+            "schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest,
+            "model": fingerprint(original),
+        }  # fmt: skip
         path = settings.work / RECORD
         self.record: dict[str, Any] = store.checked(path, store.read_json(path)) if path.exists() else wanted
         different = [name for name in wanted if self.record.get(name) != wanted[name]]
@@ -130,6 +135,7 @@ class _Conversion:
         kept = [index for index in range(self.record["layers"]) if index not in candidates]
         if kept:
             say(f"Layers {kept} have a sliding window, which bounds their memory, and keep it.")
+        self._sample(everywhere, _TRIED)  # what cannot be generated from is refused before anything is trained
         before = self._once("before", lambda: self.measured(self.original, "the original"))
         transfer = self._stage(settings.transfer_steps, settings.transfer_rate, _HALVED)
         if not self.trained(Transfer(everywhere), transfer):
@@ -198,10 +204,16 @@ class _Conversion:
         """Perplexity, recall and a sample of a model, before or after the conversion."""
         say, settings = self.watch.say, self.settings
         say(f"Measuring {name}: perplexity and recall.")
-        asked = {
-            probe: examine.recall(model, self.encode, probe, settings.eval_length, settings.questions)
-            for probe in examine.PROBES
-        }
+        try:
+            asked = {
+                probe: examine.recall(model, self.encode, probe, settings.eval_length, settings.questions)
+                for probe in examine.PROBES
+            }
+        except IndexError as error:  # a table of positions that has ended
+            raise ArgumentError(
+                f"convert: the model has {_positions(model)} positions, and a question after {settings.eval_length} "
+                "tokens needs more. Give a smaller --eval-length."
+            ) from error
         found = self.perplexity(model) | {"recall": asked, "sample": self._sample(model)}
         say(f"Perplexity {found['perplexity']:.2f}; recall " + ", ".join(f"{k} {v:.0%}" for k, v in asked.items()))
         return found
@@ -210,18 +222,27 @@ class _Conversion:
         """Record speed and bytes of the models, measured in turns, since the load of a machine changes over hours."""
         self.watch.say("Measuring time and bytes.")
         vocabulary = self.original.config.get_text_config().vocab_size
-        decoding = [{name: examine.decoding(model, length) for name, model in models.items()} for length in _LENGTHS]
+        limit = _positions(self.original)
+        decoding, prefill = [], min(_PREFILL, limit or _PREFILL)
+        try:
+            for length in _LENGTHS:
+                decoding.append({name: examine.decoding(model, length) for name, model in models.items()})
+        except IndexError:  # a table of positions that has ended
+            self.watch.say(f"The model has {limit} positions, so decoding after {length:,} tokens is not timed.")
+            if not decoding:
+                half = prefill // 2
+                decoding = [{name: examine.decoding(model, half) for name, model in models.items()}]
         for name, model in models.items():
             self.record[name] |= {
                 "decoding": [each[name] for each in decoding],
-                "prefill": {"length": _PREFILL, "tokens_per_second": examine.prefill(model, _PREFILL, vocabulary)},
+                "prefill": {"length": prefill, "tokens_per_second": examine.prefill(model, prefill, vocabulary)},
             }
         self._keep()
 
-    def _sample(self, model: Any) -> str:
+    def _sample(self, model: Any, count: int = _SAMPLE) -> str:
         tokens = torch.tensor([self.encode(self.settings.prompt)], dtype=torch.int64)
         made = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=_SAMPLE, do_sample=False,
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False,
             pad_token_id=self.tokenizer.eos_token_id,
         )  # fmt: skip
         return self.tokenizer.decode(made[0], skip_special_tokens=True)
@@ -241,6 +262,11 @@ class _Conversion:
     def _written(self, folder: Path) -> Path:
         self._keep()
         return report.write(folder / "report.html", self.record)
+
+
+def _positions(model: Any) -> int | None:
+    """How many positions the config of a model names; a table of them ends there, rotary positions do not."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _thinned(told: Sequence[Update]) -> list[dict[str, Any]]:

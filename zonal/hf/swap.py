@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.auto import modeling_auto
 
 from zonal.algebra.operator import Operator
@@ -243,7 +244,8 @@ def converted_model(kind: type[Any]) -> type[Any]:
 def _tell_auto_classes(kind: type[Any]) -> None:
     """Let the Auto classes load converted models of a class of configs."""
     for auto in _AUTO:
-        for model in _classes(auto, kind)[:1]:
+        # some mappings name a class that reads another config, which cannot be loaded with this one either
+        for model in [found for found in _classes(auto, kind)[:1] if found.config_class is kind]:
             auto.register(converted_config(kind), converted_model(model), exist_ok=True)
 
 
@@ -268,13 +270,13 @@ class _Generating(_ModelMixin):
     """The same for a model that generates: ``generate`` keeps the cache of the conversion."""
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *inputs: Any, **others: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: GenerationMode, *inputs: Any, **others: Any
     ) -> None:
         if self.config.zonal["cache"] == "memory":  # type: ignore[attr-defined]
-            start_generation("a converted model", MemoryCache, generation_config, model_kwargs)
+            start_generation("a converted model", MemoryCache, generation_config, model_kwargs, mode)
         else:
             parent: Any = super()
-            parent._prepare_cache_for_generation(generation_config, model_kwargs, *inputs, **others)
+            parent._prepare_cache_for_generation(generation_config, model_kwargs, mode, *inputs, **others)
 
     # generate looks for the name model_kwargs, and then also takes the arguments of forward
     def prepare_inputs_for_generation(self, *inputs: Any, **model_kwargs: Any) -> dict[str, Any]:

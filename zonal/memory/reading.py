@@ -21,10 +21,10 @@ class Reading(NamedTuple):
     evidence.
 
     residual: None where there is nothing to compare the answer with. rate: the most of queries never stored that are
-    decided; None for a memory with more tokens than were calibrated, the only thing that is compared. weight (B, H, T): the largest weight
-    that a query gives to one stored key, without the first key of a sequence, to which trained models give what weight
-    they have to spare; None for memories that do not keep keys, and for weights that may be negative or do not sum
-    to 1. It decides no verdict.
+    decided; None for a memory with more tokens than were calibrated, the only thing that is compared. weight (B, H, T):
+    the largest weight that a query gives to one stored key, without the first key of a sequence, to which trained
+    models give what weight they have to spare; None for memories that do not keep keys, and for weights that may be
+    negative or do not sum to 1. It decides no verdict.
     """
 
     values: Tensor

@@ -42,6 +42,17 @@ class _Filter(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
         x, taps, _ = inputs
         ctx.save_for_backward(x, taps)
+        ctx.save_for_forward(x, taps)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
+        (x, taps), (dx, dtaps, dbias) = ctx.saved_tensors, grad_inputs
+        parts = [
+            None if dx is None else _windows(dx, taps, None),
+            None if dtaps is None else _windows(x, dtaps, None),
+            None if dbias is None else dbias.expand(x.shape[0], x.shape[1] - taps.shape[1] + 1, -1),
+        ]
+        return torch.stack([part for part in parts if part is not None]).sum(0)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -64,7 +64,8 @@ class Mamba2(TokenMixer):
     ) -> None:
         super().__init__()
         self.sizes = Sizes("nn.Mamba2", dim, state, head_dim, expand, groups)
-        if step_limit is not None and not (len(step_limit) == 2 and 0 <= step_limit[0] < step_limit[1]):
+        pair = isinstance(step_limit, tuple | list) and len(step_limit) == 2
+        if step_limit is not None and not (pair and 0 <= step_limit[0] < step_limit[1]):
             raise ArgumentError(
                 "nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received "
                 f"{step_limit}."

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.algebra import Operator
+from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
 from zonal.memory.alike import digests_of_draws, same_declaration, unlike_digests
@@ -406,8 +407,9 @@ def _flat(layers: Sequence[LayerMemory]) -> list[LayerMemory]:
 
 def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemory) -> LayerMemory:
     form, operator = like.memory.form, like.memory.operator
-    if not same_declaration(Operator.from_config(about["operator"]), operator):
-        raise ValueError(f"the operator is {about['operator']['spec']!r}, the layer has {operator.spec!r}")
+    told_operator = Operator.from_config(about["operator"])
+    if not same_declaration(told_operator, operator):
+        raise ValueError(f"it and the layer have different operators, {apart(told_operator, operator)}")
     told = about.get("drawn")  # files of earlier versions do not tell
     if told is not None and (unlike := unlike_digests(digests_of_draws(operator), told)):
         raise ValueError(f"its operator drew other numbers ({', '.join(unlike)}) than the layer's")

@@ -36,6 +36,11 @@ def _check_kind(folder: Path) -> None:
             f"report: {folder} has no comparison.json and no search.json. "
             "Required: a folder that `zonal compare` or `zonal search` wrote."
         )
+    if (folder / "search.json").is_file() and not (folder / "findings.json").is_file():
+        raise FileFormatError(
+            f"report: the search in {folder} has not ended (no findings.json). Go on with "
+            f"`zonal search --resume {shlex.quote(str(folder))}`."
+        )
 
 
 def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:

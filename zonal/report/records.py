@@ -243,6 +243,18 @@ def _run_folders(runs: Path) -> list[Path]:
     return sorted(found, key=str)
 
 
+def _check_once(folder: Path, runs: Mapping[str, Run]) -> None:
+    """Raises: FileFormatError for two folders of one run, such as a copy that somebody has kept beside it."""
+    found: dict[tuple[str, int, float], str] = {}
+    for name, run in runs.items():
+        other = found.setdefault((run.operator, run.seed, run.learning_rate), name)
+        if other != name:
+            raise FileFormatError(
+                f"report: in {folder}, {other} and {name} both hold seed {run.seed} of {run.operator!r} at the "
+                f"learning rate {run.learning_rate:g}. Move the copy out of the folder."
+            )
+
+
 def load(directory: str | os.PathLike[str]) -> ComparisonData:
     """Read a comparison folder.
 
@@ -257,7 +269,9 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         path, SCHEMA, "report", "Take a whole copy of the folder, and the version that ran the comparison."
     )
     with archive.opened(folder) as root:
-        runs = [_run(found) for found in _run_folders(root / "runs")]
+        folders = _run_folders(root / "runs")
+        runs = [_run(found) for found in folders]
+        _check_once(folder, {str(found.relative_to(root)): run for found, run in zip(folders, runs, strict=True)})
     if not runs:
         raise FileFormatError(
             f"report: {folder} has no runs yet (no runs/*/*/run.json). "

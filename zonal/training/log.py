@@ -19,7 +19,7 @@ from zonal.errors import FileFormatError
 from zonal.store import summed, write_error
 
 FILE = "metrics.jsonl"
-_EVENTS = "events.out.tfevents.*"
+EVENTS = "events.out.tfevents.*"
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ class _Events:
         # imported here: it takes a second, and runs without events should not pay for it
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        for old in directory.glob(_EVENTS):
+        for old in directory.glob(EVENTS):
             old.unlink()
         self._writer = SummaryWriter(directory)
         # the clock of the events is the training time of the run, counted from a start that is now minus that time

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zonal import device_memory
-from zonal.errors import ArgumentError, NonFiniteError
+from zonal.errors import ArgumentError, FileFormatError, NonFiniteError
 from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
@@ -33,8 +33,17 @@ from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig, short
 from zonal.training.curriculum import Curriculum
-from zonal.training.environment import PeakMemory, check_threads, deterministic, folder_lock, remove_parts, versions
-from zonal.training.log import MetricsLog, SilentLog, kept
+from zonal.training.environment import (
+    PeakMemory,
+    check_threads,
+    commit,
+    deterministic,
+    folder_lock,
+    remove_parts,
+    versions,
+)
+from zonal.training.log import EVENTS, MetricsLog, SilentLog, kept
+from zonal.training.log import FILE as LOG
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.processes import SHARDS, OneProcess, Written
 from zonal.training.record import FILE as RECORD
@@ -116,6 +125,11 @@ def train(
         return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
+def _environment() -> dict[str, str]:
+    """What the numbers of a run may depend on beside its settings."""
+    return {**versions(), "commit": commit()}
+
+
 def run_identity(model: LanguageModel, task: Task, config: TrainConfig) -> dict[str, Any]:
     """What must agree for two runs to be the same run, as JSON."""
     return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
@@ -182,7 +196,6 @@ class _Run:
     # the whole
 
     def execute(self, threads: int) -> RunResult:
-        self.processes.first(lambda: remove_parts(self.folder))
         if self.processes.begun(self.folder):
             self.progress, random_states = self.processes.restore(self.folder, self.model, self.optimiser, self.header)
             self.last_checkpoint = self.saved = self.progress.step
@@ -190,14 +203,16 @@ class _Run:
             threads = self.progress.threads
             self.processes.first(self._require_best)
         else:
+            self.processes.first(self._check_own)
             random_states = {}
             if self.curriculum is not None:
                 self.curriculum.close()
                 self.learned_before = self.model.learned()
-            self.progress = Progress(threads=threads, environment=versions(), learned_before=self.learned_before)
+            self.progress = Progress(threads=threads, environment=_environment(), learned_before=self.learned_before)
             self.progress.steps_to = {
                 short(value): None for value in self.config.thresholds if self.task.metric == "accuracy"
             }
+        self.processes.first(lambda: remove_parts(self.folder))
         if self.curriculum is not None and self.curriculum.empty:
             self.notes += ("the model has no gates: the curriculum changes nothing",)
         if self._finished():
@@ -208,6 +223,27 @@ class _Run:
             self.processes.first(self._open_log)
             with self.log:
                 return self._work()
+
+    def _check_own(self) -> None:
+        """Raises: ArgumentError where another program has written files of the same names, which would be lost."""
+        record, log, others = self.folder / RECORD, self.folder / LOG, any(self.folder.glob(EVENTS))
+        if record.exists():
+            try:
+                RunResult.read(self.folder)
+            except FileFormatError:
+                foreign = record
+            else:
+                return
+        elif log.exists() and log.stat().st_size:
+            foreign = log
+        elif others and not log.exists():  # a run of this library has its log before its events
+            foreign = next(self.folder.glob(EVENTS))
+        else:
+            return
+        raise ArgumentError(
+            f"train: {foreign} would be overwritten, and is not of a run of this library, or is damaged. Choose "
+            "another folder, or move the file away."
+        )
 
     def _require_best(self) -> None:
         """Raises: ArgumentError where the best weights are asked for and were not kept."""
@@ -546,7 +582,7 @@ class _Run:
 
     def _changes(self, threads: int) -> tuple[str, ...]:
         """What of the surroundings is not as it was when the run began, and so may change the bits."""
-        now = versions()
+        now = _environment()
         found = [
             f"{name} {old} → {now[name]}"
             for name, old in self.progress.environment.items()

@@ -1,5 +1,6 @@
 """The square of a polynomial, plus a floor."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,7 +73,11 @@ class PolynomialSquare(Link):
                 "link PolynomialSquare(learn=True) may learn coefficients of any sign; use learn=False, "
                 "or learn link.Gegenbauer(nonnegative=True)"
             )
-        found = self.monomials(self.coefficients({})).flatten().tolist()
+        # in Python: models are also built on the device meta, whose tensors hold no numbers
+        found = [0.0] * (self.degree + 1)
+        for (i, first), (j, second) in itertools.product(enumerate(self.polynomial), repeat=2):
+            found[i + j] += first * second
+        found[0] += self.floor
         bad = next((k for k, c in enumerate(found) if c < 0), None)
         if bad is None:
             return None
