@@ -79,7 +79,8 @@ def _loaded(call: str, module: nn.Module, query: Tensor) -> Operator:
         raise ArgumentError(
             f"{call}: {type(module).__name__} has no operator. Convert the model with "
             "hf.convert(model), or load a saved one with hf.from_pretrained. If it shares its config with a model that "
-            "was converted, make it with a config of its own, copy.deepcopy(config)."
+            "was converted, give it one of its own, copy.deepcopy(config); an encoder that was converted alone works "
+            "alone where it shares its config with a decoder."
         )
     first = next(operator.parameters(), None)  # a device_map places an operator whole
     if first is not None and first.is_meta and not query.is_meta:

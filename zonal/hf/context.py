@@ -248,7 +248,8 @@ class ContextMemory:
 
     def _encoded(self, text: str, begins: bool = False) -> Tensor:
         """The tokens of a text (1, T). begins: after the token that the tokenizer puts before a text, if any."""
-        ids, first = encoded("ContextMemory", self.model, self.tokenizer, text), self.tokenizer.bos_token_id
+        ids = encoded("ContextMemory", self.model, self.tokenizer, text)
+        first = getattr(self.tokenizer, "bos_token_id", None)
         if begins and ids and first is not None and ids[0] != first and self.tokenizer(text)["input_ids"][0] == first:
             ids = [first, *ids]
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)

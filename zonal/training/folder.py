@@ -1,4 +1,4 @@
-"""The folder of a comparison or a search: whether it is theirs, and what the file says that makes it so."""
+"""The folder of a run, a comparison or a search: whether it is theirs, and what the file says that makes it so."""
 
 import contextlib
 import shlex
@@ -11,6 +11,10 @@ from zonal.report import archive
 from zonal.store import read_record
 from zonal.training.config import TrainConfig, first_difference
 from zonal.training.environment import folder_lock, interruptible, remove_parts
+from zonal.training.log import EVENTS
+from zonal.training.log import FILE as LOG
+from zonal.training.record import FILE as RECORD
+from zonal.training.record import RunResult
 
 
 class Spec(Protocol):
@@ -54,6 +58,28 @@ def claimed(
             f"{call}: {directory} is not empty and holds no {noun}. Choose another folder, or empty this one."
         )
     return None
+
+
+def check_own(directory: Path) -> None:
+    """For a run without a checkpoint: raise ArgumentError where another program has written files of the same names,
+    which would be lost.
+    """
+    record, lines, events = directory / RECORD, directory / LOG, next(directory.glob(EVENTS), None)
+    foreign: Path | None = None
+    if record.exists():
+        try:
+            RunResult.read(directory)
+        except FileFormatError:
+            foreign = record
+    elif lines.exists():  # a run that was killed before its record has an empty one, and perhaps events
+        foreign = lines if lines.stat().st_size else None
+    else:
+        foreign = events
+    if foreign is not None:
+        raise ArgumentError(
+            f"train: {foreign} would be overwritten, and is not of a run of this library, or is damaged. Choose "
+            "another folder, or move the file away."
+        )
 
 
 def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zonal import device_memory
-from zonal.errors import ArgumentError, FileFormatError, NonFiniteError
+from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
@@ -42,8 +42,8 @@ from zonal.training.environment import (
     remove_parts,
     versions,
 )
-from zonal.training.log import EVENTS, MetricsLog, SilentLog, kept
-from zonal.training.log import FILE as LOG
+from zonal.training.folder import check_own
+from zonal.training.log import MetricsLog, SilentLog, kept
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.processes import SHARDS, OneProcess, Written
 from zonal.training.record import FILE as RECORD
@@ -203,7 +203,7 @@ class _Run:
             threads = self.progress.threads
             self.processes.first(self._require_best)
         else:
-            self.processes.first(self._check_own)
+            self.processes.first(lambda: check_own(self.folder))
             random_states = {}
             if self.curriculum is not None:
                 self.curriculum.close()
@@ -223,27 +223,6 @@ class _Run:
             self.processes.first(self._open_log)
             with self.log:
                 return self._work()
-
-    def _check_own(self) -> None:
-        """Raises: ArgumentError where another program has written files of the same names, which would be lost."""
-        record, log, others = self.folder / RECORD, self.folder / LOG, any(self.folder.glob(EVENTS))
-        if record.exists():
-            try:
-                RunResult.read(self.folder)
-            except FileFormatError:
-                foreign = record
-            else:
-                return
-        elif log.exists() and log.stat().st_size:
-            foreign = log
-        elif others and not log.exists():  # a run of this library has its log before its events
-            foreign = next(self.folder.glob(EVENTS))
-        else:
-            return
-        raise ArgumentError(
-            f"train: {foreign} would be overwritten, and is not of a run of this library, or is damaged. Choose "
-            "another folder, or move the file away."
-        )
 
     def _require_best(self) -> None:
         """Raises: ArgumentError where the best weights are asked for and were not kept."""
