@@ -36,7 +36,10 @@ _FLATTERED = (
     "The first is the best of many on the numbers that chose it, which flatters it: compare it with the start on new "
     "seeds before you believe the distance."
 )
-_FAIR = "Regimes were chosen by validation data. That flatters the first in this column, not on the evaluation set."
+_FAIR = (
+    "Regimes were chosen by validation data, of which each seed's value is, too. That flatters the first regime there, "
+    "but not on the evaluation set."
+)
 
 
 class Grid(NamedTuple):
