@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from small_llama import SIZES, save_model_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from zonal import hf
 from zonal.cli.app import main
@@ -323,3 +324,22 @@ def test_questions_hold_their_answers() -> None:
 def test_what_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_space_stands_between_prompt_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tokenizers whose decoder drops the space before a first word, as that of Llama 2."""
+    words = [f"▁{word}" for word in ("the", "old", "house", "land", "sea")]
+    plain = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["<end>", *words])}, "<end>"))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=6, eos_token_id=None, **SIZES)).eval()
+    model.generation_config.suppress_tokens = [0]
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert (
+        main(["generate", "--model", str(tmp_path), "--prompt", "the old", "--max-new-tokens", "4", "--seed", "1"]) == 0
+    )
+    printed = capsys.readouterr().out.split("\n")[0]
+    assert printed.startswith("the old ")
+    assert {*printed.split()} <= {"the", "old", "house", "land", "sea"}
