@@ -44,7 +44,7 @@ THREADS = Between(1, 1024)
 PROCESSES = Between(1, 1024)
 
 
-def whole(call: str, settings: Any) -> None:
+def whole_numbers(call: str, settings: Any) -> None:
     """Make int what a frozen dataclass declares as a whole number, which may be one of numpy.
 
     Raises: ArgumentError, naming call and field, for what is none, such as 1e4.

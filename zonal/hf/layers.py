@@ -210,8 +210,8 @@ def _others(layer: Any) -> str:
     return "Choose an operator that can have a window, such as softmax."
 
 
-def _forward(operator: Operator) -> str | None:
-    """What an operator asks of a layer by which time runs forward, or None."""
+def _causal_need(operator: Operator) -> str | None:
+    """Why an operator needs a causal layer, or None."""
     if operator.anchor.window:
         return "a causal layer: its window ends with the query's own key"
     if any(isinstance(prior, Decay) for prior in operator.prior):
@@ -227,8 +227,8 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     score = operator.score
     if operator.anchor.couples and causal:
         return f"a bidirectional layer, and this one is causal, which {leak(operator.anchor)}"
-    if not causal and (forward := _forward(operator)) is not None:
-        return forward
+    if not causal and (lacking := _causal_need(operator)) is not None:
+        return lacking
     if operator.qk_dim not in (None, head_dim):
         return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
     if score.one_map:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from zonal.errors import ArgumentError, unknown_name
-from zonal.limits import RATIO, SHARE, SIZE, STEPS, TOKENS, Between, whole
+from zonal.limits import RATIO, SHARE, SIZE, STEPS, TOKENS, Between, whole_numbers
 from zonal.names import known_names
 from zonal.typed import check_fields
 
@@ -86,7 +86,7 @@ class TrainConfig(TrainSettings):
     seed: int = 0
 
     def __post_init__(self):
-        whole("TrainConfig", self)
+        whole_numbers("TrainConfig", self)
         # JSON knows no tuples
         object.__setattr__(self, "betas", tuple(self.betas))
         object.__setattr__(self, "thresholds", tuple(self.thresholds))

@@ -10,7 +10,7 @@ from typing import Any
 
 from zonal import tasks
 from zonal.errors import ArgumentError
-from zonal.limits import whole
+from zonal.limits import whole_numbers
 from zonal.models import ModelConfig
 from zonal.models.layers import canonical_layers, declarations, entry_of, is_list, layer_list, layers_for
 from zonal.names import known_names
@@ -94,7 +94,7 @@ class ComparisonSpec:
             same = set(map(canonical_layers, values)) if name == "operators" else set(values)
             if name != "labels" and len(same) != len(values):
                 raise ArgumentError(f"ComparisonSpec: {name} must not repeat, got {', '.join(map(str, values))}.")
-        whole("ComparisonSpec", self)
+        whole_numbers("ComparisonSpec", self)
         if not self.operators or not self.seeds:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         models: dict[str, dict[str, Any]] = {}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from zonal import tasks
 from zonal.errors import ArgumentError, unknown_name
 from zonal.evaluation.selection import capped
-from zonal.limits import RATIO, SEED, SHARE, Between, whole
+from zonal.limits import RATIO, SEED, SHARE, Between, whole_numbers
 from zonal.models import ModelConfig
 from zonal.names import known_names
 from zonal.store import understood
@@ -87,7 +87,7 @@ class SearchSpec(SearchSettings):
     def __post_init__(self):
         for name in ("seeds", "kinds", "palette"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        whole("SearchSpec", self)
+        whole_numbers("SearchSpec", self)
         # one name for one model
         object.__setattr__(
             self, "model", replace(self.model, layers=tuple(canonical(spec) for spec in self.model.layers))
