@@ -42,7 +42,7 @@ EXPANDED = {
     "rewa-sexpr": "2f908e373d19224a",
     "slay-tasks": "87e8d00c3889e6c2",
     "sko-table1": "e5e766fbca15712c",
-    "text-contest": "60835814bb902846",
+    "text-contest": "490a758582b1a8c2",
     "echo-1m": "a31e5ef19dc8bdb0",
     "echo-1m-form": "8d5d4b6a7f169517",
     "mqar-memory": "c36a16f4c2d541ce",

@@ -282,25 +282,25 @@ def test_costs_of_each_measure():
         0,
         1e-2,
         "done",
+        steps_done=30,
         steps=40,
         final={"loss": 0.7, "accuracy": 0.25},
-        steps_to={"0.5": 20, "0.9": None, "1": 30},
     )
     assert a_search().cost(run) == 0.7
     assert a_search(measure="metric").cost(run) == 0.75
     early = replace(a_search().training, stop_at_accuracy=0.2)  # what goes beyond says nothing
     assert a_search(measure="metric", training=early).cost(run) == 0.8
-    assert a_search(measure="steps", target=0.5).cost(run) == 20
-    whole = replace(a_search().training, thresholds=(0.5, 1.0))
-    assert a_search(measure="steps", target=1.0, training=whole).cost(run) == 30
-    assert a_search(measure="steps", target=0.9).cost(run) == 40  # never reached: all its steps
+    steps = a_search(measure="steps", target=0.5)
+    assert steps.cost(run) == 30
+    training = steps.comparison(steps.start, 40).training  # runs end at the target, or with all their steps
+    assert (training.stop_at_accuracy, training.thresholds) == (0.5, (0.5,))
     assert a_search().cost(replace(run, status="failed")) is None
     assert a_search().reported(run) is None
 
 
 def test_a_validation_set_is_what_is_judged_by():
     final = {"loss": 0.7, "accuracy": 0.25, "validation": {"loss": 0.9, "accuracy": 0.125}}
-    run = RunResult("softmax", "Softmax", 0, 1e-2, "done", steps=40, final=final, steps_to={"0.5": 20})
+    run = RunResult("softmax", "Softmax", 0, 1e-2, "done", steps_done=20, steps=40, final=final)
     loss, metric, steps = a_search(), a_search(measure="metric"), a_search(measure="steps", target=0.5)
     assert (loss.cost(run), loss.reported(run)) == (0.9, 0.7)
     assert (metric.cost(run), metric.reported(run)) == (0.875, 0.75)
@@ -348,11 +348,7 @@ def test_edges_join_single_moves_and_mixed_rungs_circulate():
         ({"temperature": 0.0}, "temperature must be an effort above 0"),
         ({"kinds": ("links",)}, "unknown kind of move 'links'. Did you mean 'link'"),
         ({"palette": ("softmx",)}, "unknown operator 'softmx'"),
-        ({"measure": "steps", "target": 0.3}, "target must be one of training.thresholds"),
-        (
-            {"measure": "steps", "training": replace(a_search().training, stop_at_accuracy=0.5)},
-            r"target must be at most stop_at_accuracy, where runs end \(0.5\), got 0.9",
-        ),
+        ({"measure": "steps", "target": 1.5}, r"target must be an accuracy in \(0, 1\], got 1.5"),
         (
             {"training": replace(a_search().training, curriculum=(0.25, 0.5, 0.75))},
             "SearchSpec: a curriculum opens the gates of distances, and no operator here has any",

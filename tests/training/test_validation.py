@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from report.comparison_folder import write_comparison
@@ -12,7 +13,7 @@ from zonal.errors import NonFiniteError
 from zonal.evaluation import evaluate
 from zonal.models import ModelConfig
 from zonal.report import load, summarise
-from zonal.training import Comparison, ComparisonSpec, train
+from zonal.training import Comparison, ComparisonSpec, load_model, train
 
 
 class Validated(Recall):
@@ -36,17 +37,40 @@ def test_only_the_last_evaluation_has_it(tmp_path):
     assert result.best is not None
     assert result.final["validation"] == {"loss": found["loss"], "accuracy": found["accuracy"]}
     assert result.final["accuracy"] == evaluate(model, Recall(), batch_size=8)["accuracy"] != found["accuracy"]
-    assert "validation" not in result.best
-    log = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert ["validation" in line for line in log if line["kind"] == "eval"] == [False, False, True]
+    assert ["validation" in line for line in evaluations(tmp_path)] == [False, False, True]
 
 
-def test_a_run_that_ends_early_has_it(tmp_path):
-    result = train(tiny_model(), Validated(), tiny_config(stop_at_accuracy=0.01), tmp_path)
+def evaluations(folder):
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in log if line["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("kind", [Validated, Recall])
+def test_it_ends_a_run_early(kind, tmp_path):
+    """Or the evaluation set, where a task has none."""
+    result = train(tiny_model(), kind(), tiny_config(steps=400, eval_every=4, stop_at_accuracy=0.5), tmp_path)
     assert result.stopped_early
-    assert result.steps_done < 12
-    assert result.final is not None
-    assert 0 <= result.final["validation"]["accuracy"] <= 1
+    judged = [line.get("validation", line)["accuracy"] for line in evaluations(tmp_path)]
+    reported = [line["accuracy"] for line in evaluations(tmp_path)]
+    assert all(value < 0.5 for value in judged[:-1])
+    assert judged[-1] >= 0.5
+    assert (judged == reported) == (kind is Recall)
+
+
+def test_it_chooses_the_weights_that_are_kept(tmp_path):
+    """After training, answers of ``Contrary`` are wrong: its best weights are those of the first evaluation."""
+    config = tiny_config(steps=60, eval_every=20, learning_rate=3e-2)
+    for kept in (True, False):
+        folder = tmp_path / str(kept)
+        result = train(tiny_model(), Contrary(), replace(config, keep_best=kept), folder)
+        found = evaluations(folder)
+        assert result.best is not None
+        if not kept:
+            assert result.best["step"] == max(found, key=lambda line: line["accuracy"])["step"] > 20
+            continue
+        assert result.best["step"] == max(found, key=lambda line: line["validation"]["accuracy"])["step"] == 20
+        best, _ = load_model(folder / "best.safetensors")
+        assert evaluate(best, Contrary(), batch_size=8)["accuracy"] == result.best["accuracy"]
 
 
 def test_stopped_in_the_middle_of_it_goes_on(tmp_path):

@@ -84,11 +84,10 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     task = options.task.resolve("search")
     steps = _STEPS if options.training.steps is None else options.training.steps
     training = options.training.config(steps, options.learning_rate, seeds[0])
-    asked = (options.target,) if options.measure == "steps" else ()
     return SearchSpec(
         task=task,
         model=options.model.config(task, layers),
-        training=dataclasses.replace(training, thresholds=tuple(sorted({*training.thresholds, *asked}))),
+        training=training,
         seeds=seeds,
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(SearchSettings)},
         kinds=kinds,

@@ -47,13 +47,15 @@ class TrainSettings:
     transfer_piece: Annotated[int | None, TOKENS] = None
     """After training, read long test sequences this many tokens at a time, from the model's memory. None: whole."""
     stop_at_accuracy: Annotated[float | None, SHARE] = None
-    """End a run at the first evaluation with this accuracy. None: never."""
+    """End a run at the first evaluation with this accuracy on the validation set, or on the evaluation set of a task
+    that has no validation set. None: never."""
     checkpoint_every: Annotated[int | None, STEPS] = None
     """Steps between checkpoints. None: only by time."""
     checkpoint_seconds: Annotated[float | None, Between(0, 1e9)] = 60.0
     """Seconds between checkpoints; there is always one when a run stops or ends. None: only by steps."""
     keep_best: bool = False
-    """Also keep the weights of the best evaluation, in best.safetensors."""
+    """Also keep the weights of the best evaluation, in best.safetensors. The validation set chooses them, or the
+    evaluation set of a task that has no validation set."""
     log_every: Annotated[int, STEPS] = 1
     """Steps between lines of metrics.jsonl. Each line has the mean loss since the last one. The last step has a line,
     and with stop_at_accuracy each step that is evaluated, since the run may end there."""

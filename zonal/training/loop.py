@@ -54,7 +54,7 @@ from zonal.training.step import autocast
 
 T = TypeVar("T")
 # metrics that only the last evaluation of a run has
-_AT_END = ("validation", "transfer", "examined")
+_AT_END = ("transfer", "examined")
 
 
 @known_names
@@ -370,22 +370,23 @@ class _Run:
         return True
 
     def _measured(self) -> dict[str, Any] | None:
-        """The metrics of an evaluation; at the end of a run also those of the validation set and of
-        ``_measured_at_end``. None if a stop was requested meanwhile.
+        """The metrics of an evaluation; at the end of a run, and where it decides something, also those of the
+        validation set; at the end also those of ``_measured_at_end``. None if a stop was requested meanwhile.
         """
         config, size = self.config, self.config.evaluation_batch_size
         total = self._read(lambda: self.task.evaluation_batches(size), "evaluation")
         if total is None:
             return None
-        metrics = total.result()
-        if self.progress.step < config.steps and not self._good_enough(metrics):
+        metrics, last = total.result(), self.progress.step == config.steps
+        if last or config.keep_best or config.stop_at_accuracy is not None:
+            validation = self._read(lambda: self.task.validation_batches(size), "validation")
+            if validation is None:
+                return None
+            if validation.positions:
+                found = validation.result()
+                metrics["validation"] = {name: found[name] for name in ("loss", "accuracy")}
+        if not last and not self._good_enough(metrics):
             return metrics
-        validation = self._read(lambda: self.task.validation_batches(size), "validation")
-        if validation is None:
-            return None
-        if validation.positions:
-            found = validation.result()
-            metrics["validation"] = {name: found[name] for name in ("loss", "accuracy")}
         ended = self._measured_at_end() if self.measure_end else {}
         return None if ended is None else {**metrics, **ended}
 
@@ -432,14 +433,18 @@ class _Run:
 
     def _good_enough(self, metrics: dict[str, Any]) -> bool:
         stop = self.config.stop_at_accuracy
-        return stop is not None and metrics["accuracy"] >= stop
+        return stop is not None and metrics.get("validation", metrics)["accuracy"] >= stop
+
+    def _value(self, metrics: dict[str, Any]) -> float:
+        """What the best evaluation is best by: weights that are kept are chosen by the validation set."""
+        return (metrics.get("validation", metrics) if self.config.keep_best else metrics)[self.task.metric]
 
     def _judge(self, metrics: dict[str, Any]) -> None:
         """Keep final and best, note thresholds, and end the run where it is good enough."""
         progress = self.progress
         progress.final = metrics
-        value = metrics[self.task.metric]
-        best = None if progress.best is None else progress.best[self.task.metric]
+        value = self._value(metrics)
+        best = None if progress.best is None else self._value(progress.best)
         if best is None or (value > best if self.task.metric == "accuracy" else value < best):
             progress.best = {
                 "step": progress.step,
@@ -450,7 +455,7 @@ class _Run:
                 checkpoints.save_weights(self.folder / checkpoints.BEST, plain, self.header, progress.step)
         if self.task.metric == "accuracy":
             for threshold, step in progress.steps_to.items():
-                if step is None and value >= float(threshold):
+                if step is None and metrics["accuracy"] >= float(threshold):
                     progress.steps_to[threshold] = progress.step
             progress.stopped_early = self._good_enough(metrics)
 

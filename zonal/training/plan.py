@@ -138,9 +138,9 @@ def evaluations(config: TrainConfig, steps: int) -> int:
 
 def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs: int) -> float:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
-    # the validation set at the end of a run is read like another evaluation
-    validations = next(spec.task.validation_batches(1), None) is not None
-    count, ends = evaluations(spec.training, steps) + validations, [timing.end for timing in timings.values()]
+    count, ends = evaluations(spec.training, steps), [timing.end for timing in timings.values()]
+    if next(spec.task.validation_batches(1), None) is not None:  # is read like an evaluation
+        count += count if spec.training.keep_best or spec.training.stop_at_accuracy is not None else 1
     runs = [steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values()]
     measured = [run + end for run, end in zip(runs, ends, strict=True)]
     if len(spec.learning_rates) == 1:

@@ -26,8 +26,9 @@ class RunResult:
     Cost: ``parameters``; ``seconds`` of training alone, ``evaluation_seconds`` and ``checkpoint_seconds`` beside it;
         ``tokens_per_second`` while training; ``peak_memory_bytes``: parameters plus the growth of memory during the run
         (measured by ``peak_memory_method``); ``memory_bytes``: size of one sequence's memory after so many tokens.
-    Findings: ``final`` and ``best`` metrics (``best`` with its ``step``), ``steps_to``: threshold → first evaluated
-        step with at least this accuracy; ``learned`` quantities of each layer, and ``learned_before`` the first step.
+    Findings: ``final`` and ``best`` metrics (``best`` with its ``step``; by the validation set where its weights are
+        kept), ``steps_to``: threshold → first evaluated step with at least this accuracy; ``learned`` quantities of
+        each layer, and ``learned_before`` the first step.
         ``measured``: False where ``final`` lacks what the task measures of finished runs beside its evaluation set.
     """
 

@@ -17,7 +17,7 @@ from zonal.models import ModelConfig
 from zonal.names import known_names
 from zonal.store import understood
 from zonal.training import curriculum
-from zonal.training.config import TrainConfig, short
+from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.training.record import RunResult
@@ -46,7 +46,7 @@ class SearchSettings:
     measure: Measure = "metric"
     """The number to minimise: that of the task (1 - accuracy, or loss), the held-out loss, or steps to the target."""
     target: Annotated[float, SHARE] = 0.9
-    """With measure steps: the accuracy."""
+    """With measure steps: the accuracy at which runs end."""
     rule: Rule = "threshold"
     """The rule for accepting a move by its effort, the mean difference in the measure."""
     threshold: Annotated[float, Between(-1e6, 1e6)] = 0.0
@@ -114,15 +114,7 @@ class SearchSpec(SearchSettings):
                 self.task.metric == "accuracy",
                 f"'metric' or 'loss' on a task measured by {self.task.metric}",
             )
-            self._require(
-                "target",
-                self.target in self.training.thresholds,
-                f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}",
-            )
-            stop = self.training.stop_at_accuracy
-            self._require(
-                "target", stop is None or self.target <= stop, f"at most stop_at_accuracy, where runs end ({stop})"
-            )
+            self._require("target", 0 < self.target <= 1, "an accuracy in (0, 1]")
         self._require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
         for kind in self.kinds:
             if kind not in KINDS:
@@ -156,11 +148,15 @@ class SearchSpec(SearchSettings):
 
     def comparison(self, regime: Regime, steps: int) -> ComparisonSpec:
         """One regime on one rung: its seeds, trained by the machinery of comparisons."""
+        ends: dict[str, Any] = {}
+        if self.measure == "steps":
+            ends = {"stop_at_accuracy": self.target, "thresholds": (self.target,)}
         return ComparisonSpec(
             task=self.task,
             model=model_of(regime, self.model),
             training=replace(
                 self.training,
+                **ends,
                 steps=steps,
                 learning_rate=regime.learning_rate,
                 # a move may lead to operators without gates, which learn as ever
@@ -181,8 +177,7 @@ class SearchSpec(SearchSettings):
         if run.status != "done" or run.final is None:
             return None
         if self.measure == "steps":
-            reached = run.steps_to.get(short(self.target))
-            return float(run.steps if reached is None else reached)
+            return float(run.steps_done)
         return self._value(run.final.get("validation", run.final))
 
     def reported(self, run: RunResult) -> float | None:
