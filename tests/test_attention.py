@@ -151,6 +151,17 @@ def test_cosine_of_a_zero_vector() -> None:
                 assert torch.allclose(y[:, :, 3], v[:, :, :4].mean(2), atol=1e-6)
 
 
+@pytest.mark.parametrize("path", ["dense", "tiled", "chunked", "streaming"])
+def test_linear_keeps_the_digits_of_small_features(path: str) -> None:
+    """phi(x) = e^x of negative numbers, however small."""
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    q, k = q.abs().neg() - 20, k.abs().neg() - 18
+    weights = (q.double().exp() @ k.double().exp().mT).tril()
+    expected = (weights / weights.sum(-1, keepdim=True)) @ v.double()
+    y = zonal.attention(q, k, v, m.linear(), causal=True, path=path)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_nan_stays_where_it_is() -> None:
     """A NaN key poisons the queries that see it and no other."""
     q, k, v = qkv()

@@ -259,6 +259,16 @@ def test_a_file_that_becomes_a_link_is_not_followed(notes, tmp_path):
     assert all(isinstance(each, folder.Skipped) for each in found)
 
 
+@pytest.mark.parametrize("others", [23, 24, 30])
+def test_a_fit_of_as_much_as_is_required_is_enough(tmp_path, others):
+    """Three of five words of equal weight, whose sums are rounded."""
+    texts = {f"x{number}.txt": f"filler{number} other{number}." for number in range(others)}
+    root = written(tmp_path / "texts", {"a.txt": "falcon granite harbor.", **texts})
+    made = ingest.ingest(root, tmp_path / "memory", **SMALL).archive
+    (answer,) = ingest.ask(made, "falcon granite harbor ivory jasmine", least=0.6)
+    assert answer.path == "a.txt"
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -273,7 +283,7 @@ def test_stopped_anywhere_and_continued(chapters, tmp_path, monkeypatch):
 
         def replaced(source, target, *, out=out, writes=writes, stop=stop, real=os.replace):
             if next(writes) == stop:
-                (out / ".spans-1.safetensors.abc.part").write_bytes(b"half")
+                (out / ".spans-1.safetensors.abc_0123.part").mkdir()
                 raise Killed
             real(source, target)
 
@@ -507,6 +517,29 @@ def test_a_dead_worker_costs_one_item(tmp_path):
     assert (tmp_path / "died").exists()
     with pytest.raises(ZonalError, match="processes died 4 times in a row"):
         list(mapped(always_ends, [1, 2, 3], 2))
+
+
+def sleeps(number: int) -> int:
+    time.sleep(0.2)
+    return os.getpid()
+
+
+def test_workers_end_with_their_parent() -> None:
+    code = (
+        "import test_ingest, zonal.workers as w\n"
+        "for pid in w.mapped(test_ingest.sleeps, range(10**6), 2): print(pid, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    ) as process:
+        assert process.stdout is not None
+        found = {int(process.stdout.readline()) for _ in range(6)}
+        process.kill()
+        # they hold its output open for as long as they live
+        process.communicate(timeout=60)
+    assert len(found) == 2
 
 
 def test_two_workers_and_a_kill_give_the_same_bits(chapters, tmp_path):

@@ -163,8 +163,9 @@ def test_parts_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -
     its part.
     """
     for target in (tmp_path / "x.json", tmp_path / "folder"):
-        left, other = tmp_path / f".{target.name}.abc.part", tmp_path / f".{target.name}y.abc.part"
-        left.write_text("half")
+        left, other = tmp_path / f".{target.name}.abc_0123.part", tmp_path / f".{target.name}y.abc_0123.part"
+        left.mkdir()
+        (left / target.name).write_text("half")
         other.mkdir()
         (other / "half").write_text("half")
         if target.suffix:
@@ -181,6 +182,16 @@ def test_parts_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -
         assert sorted(each.name for each in tmp_path.glob(".*.part")) == [other.name]
         (other / "half").unlink()
         other.rmdir()
+
+
+def test_only_own_parts_are_removed(tmp_path: Path) -> None:
+    for name in (".x.json.abc_0123.part", ".thesis.part", ".x.json.abc.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / ".film.mkv_0123.part").touch()
+    store.remove_parts(tmp_path)
+    kept = {".film.mkv_0123.part", ".thesis.part", ".x.json.abc.part"}
+    assert {each.name for each in tmp_path.iterdir()} == kept
 
 
 def test_temporary_files_of_safetensors_go_with_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ bytes of the tensors.
 import contextlib
 import difflib
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -79,7 +78,7 @@ def _held_beside(target: Path) -> Iterator[Path]:
     it has not been moved. Those of processes that were killed, which nobody holds, are removed first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+    for left in _parts(target.parent, re.escape(target.name)):
         with _lock(left) as held:
             if held:
                 _remove(left)
@@ -93,6 +92,20 @@ def _held_beside(target: Path) -> Iterator[Path]:
                     yield temporary
         finally:
             _remove(temporary)
+
+
+def _parts(folder: Path, name: str) -> list[Path]:
+    """The folders that ``_held_beside`` made there for targets whose names match: another program's are not touched."""
+    ours = re.compile(rf"\.{name}\.[a-z0-9_]{{8}}\.part")
+    return [path for path in folder.glob(".*.part") if ours.fullmatch(path.name) and path.is_dir()]
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what killed processes were writing there. Call it where nobody else writes."""
+    for part in _parts(folder, ".+"):
+        with _lock(part) as held:
+            if held is not False:
+                _remove(part)
 
 
 @contextlib.contextmanager

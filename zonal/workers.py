@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -72,8 +73,7 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: i
     context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
     context.set_forkserver_preload([function.__module__])
     while done < len(items):
-        # a terminal sends Ctrl-C to all; this process decides
-        with ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        with ProcessPoolExecutor(workers, context, _begin) as pool:
             running = deque(pool.submit(function, item) for item in items[done : done + 2 * workers])
             try:
                 while running:
@@ -92,6 +92,19 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: i
                     ) from error
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """In a new process: leave Ctrl-C, which a terminal sends to all, to the parent, and end when the parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -52,6 +52,35 @@ class Cauchy(Link):
         return 1 / (1 + c[0] * (1 - x))
 
 
+@dataclass(frozen=True)
+class Square(Link):
+    """l(x) = x^2, which says that it has no smaller power."""
+
+    lowest_degree = 2
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def degree(self) -> int:
+        return 2
+
+    def monomials(self, c: Tensor) -> Tensor:
+        return torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).to(c).view(3, 1, 1, 1)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.square()
+
+
+def test_a_link_without_small_powers():
+    operator = zonal.Operator(zonal.score.Dot(), Square(), zonal.anchor.Row())
+    q, k, v = torch.randn(3, 1, 2, 40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = zonal.attention(q, k, v, operator, causal=True, path="dense")
+    for path in ("auto", "tiled", "chunked", "streaming"):
+        torch.testing.assert_close(zonal.attention(q, k, v, operator, causal=True, path=path), expected)
+
+
 OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())
 
 

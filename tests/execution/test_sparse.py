@@ -362,6 +362,23 @@ def test_equal_keys_are_all_kept_and_smooth(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("apart", [1e-2, 1e-3, 1e-4])
+def test_nearly_opposite_directions_keep_their_gradient(apart: float, body: str) -> None:
+    """Of a distance whose slope by the squared gap grows without end there."""
+    dtype = torch.float32 if body == "kernel" else torch.float64
+    angles = torch.tensor([0.3, 1.0, 2.0, 0.7 + torch.pi - apart], dtype=torch.float64)
+    keys, query = torch.stack([angles.cos(), angles.sin()], -1), torch.tensor([0.7, 0.7], dtype=torch.float64)
+    query = torch.stack([query[:1].cos(), query[:1].sin()], -1)
+    found = []
+    for path, kind in (("dense", torch.float64), ("sparse", dtype)):
+        operator = Operator(score.NegativeDistance(metric.Sphere(), 1.0), link.Exp(), anchor.TopK(10, ALL)).to(kind)
+        q, k = ((query, keys)[i].to(dtype).to(kind)[None, None].requires_grad_() for i in range(2))
+        y = zonal.attention(q, k, torch.arange(4.0, dtype=kind)[None, None, :, None], operator, path=path)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), (q, k))])
+    same(found[1], found[0], TOLERANCE[body])
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_keys_that_are_not_numbers_spoil_no_earlier_row(body: str) -> None:
     operator, data = typed(
         with_top("softmax", LSH(tables=2, reach=4, window=3)), inputs(Case(queries=30, keys=30)), body

@@ -88,6 +88,12 @@ def test_merging_reaches_every_parameter(operator):
             "mass is defined for the anchors Row, Count and Raw",
         ),
         (lambda: encoder("softmx"), "Did you mean 'softmax'"),
+        (lambda: encoder()(tokens()[:, :0]), r"Encoder: x \(B, T, \d+\) with at least one token is required"),
+        (lambda: encoder()(tokens()[..., :3]), r"Encoder: x \(B, T, \d+\) with at least one token is required"),
+        (
+            lambda: encoder()(tokens(), key_padding_mask=torch.ones(tokens().shape[:2], dtype=torch.int64)),
+            "Encoder: key_padding_mask must be a boolean tensor",
+        ),
         (lambda: encoder([]), "at least one operator"),
         (lambda: VisionConfig(image=28, patch=5), "patch must divide image=28, received 5"),
         (lambda: VisionConfig(classes=0), "VisionConfig: classes must be a whole number"),

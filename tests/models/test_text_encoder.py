@@ -96,12 +96,22 @@ def test_weights_follow_the_seed():
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
 
 
+def test_what_it_reads():
+    """Every token sees all; the masses of a coupled anchor too."""
+    for spec in ("softmax", "sinkhorn"):
+        reads = make(spec).reads(7)
+        assert len(reads) == 2
+        assert all(bool(each.all()) for each in reads)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"layers": ("softmax", "mamba2(state=8, head_dim=8)")}, r"mamba2.* does not"),
         ({"conv": 3}, "conv=3 does not"),
         ({"layers": ("mixture(parts=('softmax', 'sko'))",)}, "both ways"),
+        ({"layers": ("retention",)}, "'retention' fades with time, which has a meaning only for causal=True"),
+        ({"layers": ("local_global(window=4)",)}, "has a window that ends with the query's own key"),
     ],
 )
 def test_layers_that_read_in_one_direction(options, words):

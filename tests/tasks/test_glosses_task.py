@@ -35,6 +35,11 @@ def test_definitions_are_read_without_examples(tmp_path):
     assert definitions(tmp_path) == [Definition("x_ray", ("an", "animal's", "x-ray", "of", "2", "seen"))]
 
 
+def test_runs_go_on_from_any_working_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert Glosses(folder.name, labels=20, test_examples=20).config()["folder"] == str(folder)
+
+
 def test_a_sequence_is_half_of_a_definition(folder):
     task = Glosses(folder, 14, labels=20, test_examples=20)
     assert (task.vocab_size, task.causal) == (3 + 11 + 20, False)

@@ -78,4 +78,4 @@ def test_words(task):
     assert task.decode([72, MASK, 105]) == "H▢i"
     assert task.decode("ä".encode()) == "ä"
     assert task.decode([*"ä".encode(), MASK, MASK, *"é".encode()]) == "ä▢▢é"
-    assert "Hidden tokens (15%)" in task.describe()
+    assert "Hidden tokens (15% and one a sequence)" in task.describe()

@@ -125,6 +125,8 @@ def test_gated_layers_are_plans_of_their_hidden_units():
         (lambda: PlanUpdate(torch.tensor([[1.0, float("inf")]])), "must be finite"),
         (lambda: PlanUpdate(torch.ones(3)), r"\(\.\.\., T, S\)"),
         (lambda: Conditional(torch.tensor([[0.5, 0.4]])), "must sum to 1, received sums up to 0.1 away"),
+        (lambda: Conditional(torch.full((1, 256), 1 / 512, dtype=torch.bfloat16)), "must sum to 1, received"),
+        (lambda: Conditional(torch.full((1, 4096), 1 / 8192, dtype=torch.float16)), "must sum to 1, received"),
         (lambda: Conditional(torch.zeros(2, 0)), "must sum to 1, received sums up to 1 away"),
         (lambda: PlanUpdate(torch.tensor([[0.0, 0.0], [1.0, 1.0]])).conditional(), "received 1 without"),
         (

@@ -302,7 +302,7 @@ def test_a_folder_in_use_is_told_by_the_call_that_was_made(tmp_path):
 
 
 def test_a_kill_while_planning_leaves_a_folder_that_can_be_used(tmp_path):
-    (tmp_path / ".comparison.json.abc.part").write_text("{")
+    (tmp_path / ".comparison.json.abc_0123.part").mkdir()
     assert Comparison(tmp_path, a_spec(seeds=(0,), operators=("softmax",))).run().status == "done"
     assert not list(tmp_path.glob(".*.part"))
 

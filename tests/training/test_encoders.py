@@ -33,7 +33,7 @@ def test_encoders_are_compared(folder):
     assert all(run.memory_bytes == {} and run.final["loss"] < 7 for run in results)
     assert "bits_per_byte" not in results[0].final
     paths = report.write(folder)
-    assert "Hidden tokens (15%)" in paths.markdown.read_text()
+    assert "Hidden tokens (15% and one a sequence)" in paths.markdown.read_text()
     assert 'data-chart="state"' not in paths.html.read_text()
     assert all("Memory at 1k" not in path.read_text() for path in (paths.html, paths.markdown))
 

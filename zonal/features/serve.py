@@ -15,7 +15,7 @@ def feature_map(link: Link) -> SymmetricPowers | None:
     """
     if link.degree is None or link.degree > MAX_DEGREE or type(link).monomials is Link.monomials:
         return None
-    return SymmetricPowers(max(link.degree, 1), link.lowest_degree)
+    return SymmetricPowers(max(link.degree, 1), min(link.lowest_degree, 1))
 
 
 def powers_of(link: Link) -> SymmetricPowers:

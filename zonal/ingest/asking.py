@@ -77,7 +77,7 @@ def ask(
         text = spans.text(place)
         there = set(words(text))
         fit = sum(weight for word, weight in weights.items() if word in there) / sum(weights.values())
-        if fit >= least:
+        if fit >= least - 1e-9:  # a sum of shares may end below the share that it is
             document, span = spans.place(place)
             read = spans.reads[document]
             start, end = (int(x) for x in read.spans[span])

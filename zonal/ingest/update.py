@@ -12,7 +12,8 @@ from zonal.ingest.archive import Archive, made
 from zonal.ingest.folder import Batch, Skipped, batches, listed, read_batch
 from zonal.ingest.sums import KEY_DIM
 from zonal.ingest.text import Read
-from zonal.training.environment import folder_lock, remove_parts
+from zonal.store import remove_parts
+from zonal.training.environment import folder_lock
 from zonal.workers import check, mapped
 
 HEADS, SIZE = 64, 80

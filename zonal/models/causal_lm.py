@@ -333,14 +333,6 @@ class CausalLM(LanguageModel):
             raise ArgumentError(f"CausalLM.memory_bytes: length must not be negative, received {length}.")
         return sum(block.attention.memory_bytes(length) for block in self._blocks())
 
-    # --- looking at it ----------------------------------------------------------------------------------------------
-
-    def reads(self, tokens: int) -> tuple[Tensor, ...]:
-        """The inputs that each layer can read, bool (T, T) per layer, for ``tokens`` tokens. These are the layers of
-        ``zonal.influence``; no derivative of the model lies outside their ``reach``.
-        """
-        return tuple(block.attention.reads(tokens) for block in self._blocks())
-
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -22,6 +22,7 @@ from zonal.models.layers import layer_list
 from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Merged, MergeSchedule, RMSNorm, SwiGLU
 from zonal.nn.norm import accumulation_dtype
+from zonal.nn.positions import check_masks
 
 
 @known_names
@@ -125,6 +126,11 @@ class Encoder(nn.Module):
         """The input of each block, before tokens are merged for it, and the result. Arguments as in ``forward``."""
         schedule = self.merge if merge is None else merge
         self._check_schedule(schedule)
+        if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.dim:
+            raise ArgumentError(
+                f"Encoder: x (B, T, {self.dim}) with at least one token is required, received {tuple(x.shape)}."
+            )
+        check_masks("Encoder", x.shape[0], x.shape[1], key_padding_mask, None)
         counts = (x.shape[1],) * len(self.blocks) if schedule is None else schedule.counts(x.shape[1])
         state = Merged.of(x, key_padding_mask)
         for block, count in zip(self.blocks, counts, strict=True):

@@ -139,6 +139,12 @@ class LanguageModel(nn.Module):
             records = self.history.kept(records, x)
         return self.norm(self.history(records))
 
+    def reads(self, tokens: int) -> tuple[Tensor, ...]:
+        """The inputs that each layer can read, bool (T, T) per layer, for ``tokens`` tokens. These are the layers of
+        ``zonal.influence``; no derivative of the model lies outside their ``reach``.
+        """
+        return tuple(block.attention.reads(tokens) for block in self._blocks())
+
     def loss(
         self,
         tokens: Tensor,

@@ -68,6 +68,16 @@ def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: boo
             f"nn.Attention: with operator {operator.name!r}, whose queries depend on one another, "
             f"causal=True {leak(operator.anchor)}; pass causal=False for an encoder."
         )
+    if not causal and not any(prior.orders for prior in operator.prior):
+        for what, holds in (
+            ("has a window that ends with the query's own key", operator.tags.window),
+            ("fades with time", operator.tags.decays),
+        ):
+            if holds:
+                raise ArgumentError(
+                    f"nn.Attention: operator {operator.name!r} {what}, which has a meaning only for causal=True. Use "
+                    "another operator in an encoder."
+                )
     if operator.score.deaths and any(isinstance(p, Window) for p in operator.prior):
         raise ArgumentError(
             "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "

@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Glosses(Task):
         content: str | None = None,
         name: str = "glosses",
     ) -> None:
-        self.folder, self.length, self.labels, self.name = os.fspath(folder), length, labels, name
+        self.folder, self.length, self.labels, self.name = os.fspath(Path(folder).absolute()), length, labels, name
         able = [each for each in definitions(folder) if LEAST <= len(each.words) <= MOST]
         if length < 2 or not 2 <= labels <= len(able) or not 1 <= test_examples <= labels:
             raise ArgumentError(

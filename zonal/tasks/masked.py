@@ -1,8 +1,9 @@
 """Masked language modelling of text: some tokens are hidden, and named from all others, before and after them.
 
-Of each window a share of 0.15 of the tokens is asked. Of these, 0.8 are replaced by a token that stands for "hidden",
-0.1 by any token, and 0.1 stay as they are, so that every token may be asked. Training hides other tokens each time that
-it comes back to a window; evaluation always the same. Source: Devlin et al., "BERT", NAACL 2019, section 3.1.
+Of each window a share of 0.15 of the tokens is asked, and one more. Of these, 0.8 are replaced by a token that stands
+for "hidden", 0.1 by any token, and 0.1 stay as they are, so that every token may be asked. Training hides other tokens
+each time that it comes back to a window; evaluation always the same. Source: Devlin et al., "BERT", NAACL 2019,
+section 3.1.
 """
 
 import itertools
@@ -46,7 +47,7 @@ class MaskedText(Text):
             number += rows
 
     def _hidden(self, windows: torch.Tensor, keys: Sequence[tuple[int, ...]]) -> Batch:
-        """Windows (B, length) with tokens hidden in each row as its key says; at least one is asked."""
+        """Windows (B, length) with tokens hidden in each row as its key says, at least one."""
         tokens, targets = windows.clone(), torch.full_like(windows, IGNORED)
         for row, key in enumerate(keys):
             chance = stream(*key)
@@ -66,7 +67,7 @@ class MaskedText(Text):
         return Guess(self._loss_of_frequencies(asked.numpy()))
 
     def describe(self) -> str:
-        return f"Hidden tokens ({ASKED:.0%}): {super().describe()}"
+        return f"Hidden tokens ({ASKED:.0%} and one a sequence): {super().describe()}"
 
     def decode(self, tokens: Sequence[int]) -> str:
         return decoded(self.tokenizer, tokens)

@@ -10,6 +10,7 @@ of grey levels follows the image task of Tay et al., "Long Range Arena", ICLR 20
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Pixels(Task):
         content: str | None = None,
         name: str = "fashion-pixels",
     ) -> None:
-        self.folder, self.side, self.levels, self.name = os.fspath(folder), side, levels, name
+        self.folder, self.side, self.levels, self.name = os.fspath(Path(folder).absolute()), side, levels, name
         learnt, tested = fashion_mnist(folder)
         height, width = learnt.pixels.shape[1:]
         if height != width or side < 1 or height % side or not 2 <= levels <= 256 or test_examples < 1:

@@ -140,10 +140,12 @@ def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None =
 
 
 def _check_distribution(what: str, rows: Tensor) -> None:
-    """Raise ArgumentError unless rows (..., K) sum to 1, up to the rounding of a sum of K numbers."""
-    sums = rows.detach().sum(-1)
+    """Raise ArgumentError unless rows (..., K) sum to 1, up to the rounding of a sum of K numbers and of each."""
+    sums = rows.detach().double().sum(-1)
     off = float((sums - 1).abs().max()) if sums.numel() else 0.0
-    limit = 8 * torch.finfo(rows.dtype).eps * max(rows.shape[-1], 1) ** 0.5
+    count, own = rows.shape[-1], torch.finfo(rows.dtype)
+    summed = min(own.eps, torch.finfo(torch.float32).eps)  # short types are summed in float32
+    limit = 2 * own.eps + 8 * summed * count**0.5 + own.smallest_normal * own.eps * count
     require(
         off <= limit,
         f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a PlanUpdate.",

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -145,12 +144,6 @@ def _refuse_links(folder: Path, call: str) -> None:
                 f"{call}: {path} is a symbolic link, but the files of a run must be in its folder. "
                 "Remove the link, or put the file in its place."
             )
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove what a killed process was writing there. Call it under ``folder_lock``, which says that nobody else is."""
-    for part in folder.glob(".*.part"):
-        shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import archive
-from zonal.store import read_record
+from zonal.store import read_record, remove_parts
 from zonal.training.config import TrainConfig, first_difference
-from zonal.training.environment import folder_lock, interruptible, remove_parts
+from zonal.training.environment import folder_lock, interruptible
 from zonal.training.log import EVENTS
 from zonal.training.log import FILE as LOG
 from zonal.training.record import FILE as RECORD

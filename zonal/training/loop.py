@@ -26,22 +26,14 @@ from zonal.evaluation.metrics import Accumulator, Cells, accumulate, evaluating
 from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
 from zonal.names import known_names
-from zonal.store import read_header
+from zonal.store import read_header, remove_parts
 from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig, short
 from zonal.training.curriculum import Curriculum
-from zonal.training.environment import (
-    PeakMemory,
-    check_threads,
-    commit,
-    deterministic,
-    folder_lock,
-    remove_parts,
-    versions,
-)
+from zonal.training.environment import PeakMemory, check_threads, commit, deterministic, folder_lock, versions
 from zonal.training.folder import check_own
 from zonal.training.log import MetricsLog, SilentLog, kept
 from zonal.training.optimiser import adamw, set_learning_rate

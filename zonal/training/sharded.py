@@ -30,7 +30,6 @@ from zonal.training import checkpoint as checkpoints
 from zonal.training import shards
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
-from zonal.training.environment import remove_parts
 from zonal.training.processes import OneProcess, Written, recompute_blocks
 from zonal.training.step import autocast, split
 
@@ -314,8 +313,7 @@ class SeveralProcesses:
         self, folder: Path, model: LanguageModel, optimiser: Optimizer, progress: Progress, config: dict[str, Any]
     ) -> list[Written]:
         if self._writer is None:
-            self.first(lambda: (folder / shards.SHARDS).mkdir(exist_ok=True))
-            self.first(lambda: remove_parts(folder / shards.SHARDS))
+            self.first(lambda: shards.prepare(folder))
             self._writer = shards.Writer(folder, self._files)
         written = self._writer.settle()
         self._writer.begin(checkpoints.state_of(model, optimiser), progress, config)

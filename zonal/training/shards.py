@@ -43,6 +43,13 @@ def newest(folder: Path) -> Path | None:
         return None
 
 
+def prepare(folder: Path) -> None:
+    """Make the place of a run's checkpoints, and remove what a killed process was writing there."""
+    (folder / SHARDS).mkdir(exist_ok=True)
+    for part in (folder / SHARDS).glob(".step-*.part"):
+        shutil.rmtree(part)
+
+
 def read_index(path: Path, config: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
     """Where the run stood, and the files of the checkpoint with their sizes and digests.
 
@@ -180,4 +187,4 @@ class Writer:
         dist.barrier(group=self._group)
 
 
-__all__ = ["INDEX", "Writer", "check", "load", "newest", "read_index"]
+__all__ = ["INDEX", "Writer", "check", "load", "newest", "prepare", "read_index"]

@@ -77,7 +77,7 @@ class Dot(Score):
 
     def _mapped(self, x: Tensor, params: Params) -> Tensor:
         if self.map == "elu1":
-            x = F.elu(x) + 1
+            x = x.clamp_max(0).exp() + F.relu(x)  # elu(x) + 1 loses the digits of e^x
         elif self.map != "none":
             x = F.relu(x) if self.map == "relu" else F.silu(x)
         if self.factor is None:

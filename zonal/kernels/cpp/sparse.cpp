@@ -48,6 +48,7 @@ struct Places {
 namespace {
 
 enum Kind { EUCLIDEAN = 0, SQUARED = 1, SPHERE = 2, HYPERBOLIC = 3 };
+constexpr float OPPOSITE = 4.f - 4e-2f;  // a squared gap of directions beyond which that to the opposite point is taken
 constexpr int64_t CODES = 1 << 16;
 constexpr int64_t CHUNK = 256;  // queries of a task, forward
 constexpr int64_t BLOCK = 32;   // tokens that are hashed together
@@ -95,8 +96,9 @@ inline Distance distance(int64_t kind, float eps, float own, V gap, float a, flo
     return {r - eps, 0.5f / r, gap};
   }
   if (kind == SPHERE) {
-    const V g = gap + (a + b);  // a missing direction is at a right angle to all
-    const V near = root(g + eps * eps), far = root(most(4.f - g, V{}) + eps * eps);
+    // below zero it is that to the opposite point, negated; a missing direction is at a right angle to all
+    const V g = gap < 0.f ? 4.f + gap : gap + (a + b);
+    const V near = root(g + eps * eps), far = root((gap < 0.f ? -gap : most(4.f - g, V{})) + eps * eps);
     return {2.f * angle(near, far) - own, 1.f / (near * far), g};
   }
   const V half = sinh(0.5f * (a - b)), delta = half * half + sinh_a * sinh_b * gap * 0.25f + 0.25f * eps * eps;
@@ -231,7 +233,15 @@ void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
         room.radius[f * row + i + r] = k[r][c.D + f];
         room.sinh[f * row + i + r] = k[r][c.D + c.F + f];
       }
-      eight<true>(q + from, part, c.sizes[f], room.gap.data() + f * row + i);
+      float* gap = room.gap.data() + f * row + i;
+      eight<true>(q + from, part, c.sizes[f], gap);
+      if (c.kinds[f] != SPHERE) continue;
+      for (int r = 0; r < 8; ++r) {
+        if (!(gap[r] > OPPOSITE)) continue;
+        float left = 0;
+        for (int64_t d = 0; d < c.sizes[f]; ++d) left += (q[from + d] + part[r][d]) * (q[from + d] + part[r][d]);
+        gap[r] = -std::max(left, std::numeric_limits<float>::min());
+      }
     }
   });
 }
@@ -440,10 +450,11 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
           by *= 0.25f * sinh_a * sinh_b;
         }
         const float* k = key_row(c, b, g, s);
+        const bool opposite = c.kinds[f] == SPHERE && gap < 0;  // the squared gap is 4 - |q + k|^2
         for (int64_t d = from; d < from + c.sizes[f]; ++d) {
-          const float apart = 2.f * by * (q[d] - k[d]);
+          const float apart = opposite ? -2.f * by * (q[d] + k[d]) : 2.f * by * (q[d] - k[d]);
           dq[d] += apart;
-          dk[d] -= apart;
+          dk[d] += opposite ? apart : -apart;
         }
       }
     }
