@@ -266,7 +266,7 @@ def test_a_fit_of_as_much_as_is_required_is_enough(tmp_path, others):
     root = written(tmp_path / "texts", {"a.txt": "falcon granite harbor.", **texts})
     made = ingest.ingest(root, tmp_path / "memory", **SMALL).archive
     (answer,) = ingest.ask(made, "falcon granite harbor ivory jasmine", least=0.6)
-    assert answer.path == "a.txt"
+    assert answer.document == "a.txt"
 
 
 class Killed(BaseException):
