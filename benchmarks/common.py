@@ -106,7 +106,7 @@ def parser(
         "--out",
         default=record,
         help=f"where the JSON goes, {MACHINE} being the kind of machine; '-' writes none (default: %(default)s, "
-        "and none with --quick)",
+        "and none with --quick or --only)",
     )
     made.add_argument("--threads", type=int, default=None, help="threads of torch (default: as torch chooses)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
@@ -118,8 +118,8 @@ def parser(
 
 
 def prepare(options: argparse.Namespace) -> torch.device:
-    """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine, and is "-" for a quick
-    run that was not told where to write: it would replace a result.
+    """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine, and is "-" for a part
+    that was not told where to write: it would replace a result. One with --resume adds its rows to it.
     """
     if options.threads is not None:
         if options.threads < 1:
@@ -135,7 +135,8 @@ def prepare(options: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
-    if options.quick and options.out == options.record:
+    only = getattr(options, "only", "") and not getattr(options, "resume", False)
+    if (options.quick or only) and options.out == options.record:
         options.out = "-"
     options.out = options.out.replace(MACHINE, machine_kind(device))
     return device
@@ -165,20 +166,10 @@ class Run:
         self.start = circumstances(self.device)
         self.partial = bool(options.quick or getattr(options, "only", ""))
         """Whether it measures a part of the rows, which is no result."""
+        self.target: str = options.out
+        """Where the JSON goes; "-": nowhere."""
         self.budget: float = 0.2 if options.quick else getattr(options, "budget", 0.0)
         """Seconds for a row."""
-
-    @property
-    def target(self) -> str:
-        """Where a whole run's JSON goes; "-" for a part."""
-        return "-" if self.partial else self.options.out
-
-    @property
-    def resumable(self) -> str:
-        """Where a run that may go on writes: "-" for a part, but one with --resume adds its rows to those that --out
-        holds.
-        """
-        return self.options.out if self.options.resume and not self.options.quick else self.target
 
     def write(
         self, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
@@ -247,6 +238,10 @@ def bounded(
 
     A measured row holds the dictionary of a ``Compared`` under a name that begins with "against_", or "refused".
     """
+    if not cases:
+        raise ArgumentError(
+            f"bench: no row has --only {run.options.only!r} in its description. Leave it out to see all."
+        )
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(cases)
     rows, missed = [], []

@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     options, device = run.options, run.device
     if any(tokens < 64 or tokens % 64 for tokens in options.tokens):
         raise ArgumentError(f"bench: --tokens must be multiples of 64, received {' '.join(map(str, options.tokens))}.")
-    out = run.resumable
+    out = run.target
     settings = {
         "budget_seconds": options.budget,
         "batch": 1,

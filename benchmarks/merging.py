@@ -262,8 +262,8 @@ def main(argv: list[str] | None = None) -> int:
         "training_seconds": {name: round(progress.seconds) for name, (_, progress) in made.items()},
     }  # fmt: skip
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if not run.partial:
-        common.write_page(options.out, merging_page.write)
+    if run.target != "-":
+        common.write_page(run.target, merging_page.write)
     return 0 if math.isfinite(error) else 1
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks import common
 from zonal import store
 from zonal.cli.generate import checkpoint_in
+from zonal.errors import ArgumentError
 from zonal.evaluation import evaluate_transfer, spread
 from zonal.tasks import Retrieval, Shape, Stage
 from zonal.tasks.retrieval import KINDS
@@ -47,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
     lengths = [128, 256] if options.quick else options.lengths
     rows = []
     for folder in options.runs:
-        model, _ = load_model(checkpoint_in(folder, "bench needles"))
+        model, config = load_model(checkpoint_in(folder, "bench needles"))
+        trained = config["identity"]["task"]["task"]
+        if trained != Retrieval.kind:
+            raise ArgumentError(f"bench needles: {folder} must be a run on retrieval, and is one on {trained!r}.")
         record = store.read_json(folder / "run.json")
         found = task(lengths, options.examples, model.config.vocab_size, options.kind, options.pairs)
         for cell in evaluate_transfer(model.to(run.device), found, batch_size=16, piece=options.piece):

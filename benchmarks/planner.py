@@ -226,15 +226,20 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument(
         "--budget", type=float, default=0.1, help="seconds for each path of a call (default: %(default)s)"
     )
-    made.add_argument("--development", action="store_true", help="the calls that rates were set on; writes no record")
+    made.add_argument("--development", action="store_true", help="the calls that rates were set on; no record")
     made.add_argument("--part", default="1/1", help="only the first, second, … of so many parts: 2/3")
     options = made.parse_args(argv)
+    number, parts = part_of(options.part)
+    part = options.quick or options.development or parts > 1
+    if part and options.out == options.record:
+        options.out = "-"
     device = common.prepare(options)
     start = common.circumstances(device)
-    number, parts = part_of(options.part)
     cases = (development() if options.development else held_out())[number - 1 :: parts]
     if options.quick:
         cases = [case for case in cases if case.queries * case.keys <= 64 * 64][:6]
+    if not cases:
+        raise ArgumentError(f"bench planner: --part {options.part} has no calls. Ask for fewer parts.")
     rows = []
     for row in measured(cases, device, 0.02 if options.quick else options.budget):
         rows.append(row)
@@ -252,9 +257,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"within {WITHIN}x of the best path on {of}; worst {max(ratios):.2f}x")
     machine = machines.machine_for(device)
     settings = {"budget_seconds": options.budget, "part": options.part, "machine": machine.to_dict()}
-    part = options.quick or options.development or parts > 1
     about = (__doc__ or "").partition("\n")[0]
-    common.report("-" if part else options.out, "planner", about, settings, rows, summary, start)
+    common.report(options.out, "planner", about, settings, rows, summary, start)
     return 0 if share >= REQUIRED or part else 1
 
 

@@ -350,8 +350,8 @@ def main(argv: list[str] | None = None) -> int:
     shifted = all(summary["offset_returned"][f"SKA K={power}"] == power for power in POWERS)
     print(f"K returns the value K after the key's own: {'holds' if shifted else 'MISSED'}")
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if not run.partial:
-        common.write_page(options.out, recall_page.write)
+    if run.target != "-":
+        common.write_page(run.target, recall_page.write)
     return 0 if shifted and math.isfinite(error) else 1
 
 

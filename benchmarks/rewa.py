@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [replace(case, tokens=200, bound=None, memory=None) for case in cases if case.tokens == 4096]
-    out = run.resumable
+    out = run.target
     rows, errors = before(run, out)
     cases = [case for case in cases if str(case) not in rows]
     print("checking outputs and gradients against the float64 definition …", flush=True)

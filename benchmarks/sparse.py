@@ -224,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     made = {**summary(rows), "gate_error": error}
     run.write(rows, made, settings)
-    if not run.partial:
-        common.write_page(options.out, sparse_page.write)
+    if run.target != "-":
+        common.write_page(run.target, sparse_page.write)
     return 0 if made["held"] or options.quick else 1
 
 

@@ -363,8 +363,8 @@ def main(argv: list[str] | None = None) -> int:
         f"one criterion is never taken back: {'holds' if kept else 'MISSED'}"
     )
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if not run.partial:
-        common.write_page(options.out, verdicts_page.write)
+    if run.target != "-":
+        common.write_page(run.target, verdicts_page.write)
     return 0 if told and kept else 1
 
 

@@ -22,6 +22,22 @@ def test_an_error_in_measured_work_ends_the_measurement() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [([], True), (["--only", "x"], False), (["--quick"], False), (["--only", "x", "--resume"], True)],
+)
+def test_a_part_replaces_no_record_and_is_written_where_it_is_told(words: list[str], written: bool) -> None:
+    made = common.parser("about", "it", "only", "resume")
+    assert (common.Run(made.parse_args(words)).target != "-") == written
+    assert common.Run(made.parse_args([*words, "--out", "mine.json"])).target == "mine.json"
+
+
+def test_rows_that_are_not_there_are_told() -> None:
+    run = common.Run(common.parser("about", "it", "only").parse_args(["--only", "skko"]))
+    with pytest.raises(ArgumentError, match="no row has --only 'skko' in its description"):
+        common.bounded(run, [], lambda cases: {}, lambda case: {}, lambda row, case: "")
+
+
 ON_THE_CPU = ("convert", "ingest", "long_context", "merging", "recall", "relatives", "soak", "transport", "verdicts")
 NEEDED = {"convert": ["--model", "m"], "long_context": ["--model", "m"]}
 

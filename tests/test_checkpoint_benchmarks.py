@@ -67,6 +67,18 @@ def test_only_runs_on_text_have_a_held_out_text(tmp_path):
         held_out.main([str(tmp_path / "it" / spec.runs()[0].name), "--out", "-"])
 
 
+def test_only_runs_on_retrieval_know_its_words(tmp_path):
+    spec = ComparisonSpec(
+        task=tasks.MQAR(vocab_size=32, length=16, pairs=2, train_examples=8, test_examples=2),
+        model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
+        training=TrainConfig(steps=1, batch_size=2, tensorboard=False),
+        operators=("linear",),
+    )
+    Comparison(tmp_path / "it", spec).run()
+    with pytest.raises(ArgumentError, match="must be a run on retrieval, and is one on 'mqar'"):
+        needles.main([str(tmp_path / "it" / spec.runs()[0].name), "--out", "-"])
+
+
 def test_needles_are_found_in_checkpoints_of_runs(tmp_path, capsys):
     spec = ComparisonSpec(
         task=needles.task([64], 2, 32),

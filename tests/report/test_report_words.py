@@ -3,7 +3,7 @@
 import pytest
 
 from zonal import mechanisms
-from zonal.report import commands, formats, style, table
+from zonal.report import commands, formats, page, style, table
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,12 @@ def contrast(one: str, other: str) -> float:
 def test_colours_stand_out_from_both_pages(look):
     assert contrast(look.light, "#fdfcf9") >= 4
     assert contrast(look.dark, "#16171a") >= 4
+
+
+def test_every_look_can_be_drawn_in_a_legend():
+    template = page._environment(html=True).get_template("swatch.html.j2").module
+    drawn = {str(template.swatch("o1", look)).replace(look.dash, "") for look in style.LOOKS}
+    assert len({text.partition("<path")[2] for text in drawn}) == len(style.LOOKS)
 
 
 def test_row_command_sets_what_differs_and_drops_places():
