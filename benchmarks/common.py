@@ -119,7 +119,7 @@ def parser(
 
 def prepare(options: argparse.Namespace) -> torch.device:
     """Threads and device of the options; a fixed seed. ``options.out`` gets the kind of machine, and is "-" for a part
-    that was not told where to write: it would replace a result. One with --resume adds its rows to it.
+    that was not told where to write (``spare_record``).
     """
     if options.threads is not None:
         if options.threads < 1:
@@ -135,11 +135,23 @@ def prepare(options: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
-    only = getattr(options, "only", "") and not getattr(options, "resume", False)
-    if (options.quick or only) and options.out == options.record:
-        options.out = "-"
+    if options.quick or getattr(options, "only", ""):
+        spare_record(options)
     options.out = options.out.replace(MACHINE, machine_kind(device))
     return device
+
+
+def spare_record(options: argparse.Namespace) -> None:
+    """Let a run that measures a part of the rows replace no file: it writes where it was told, or nowhere. With
+    --resume it adds its rows to those that are there.
+    """
+    adds = getattr(options, "resume", False)
+    if options.out == options.record and (options.quick or not adds):
+        options.out = "-"
+    if options.out != "-" and not adds and Path(options.out).exists():
+        raise ArgumentError(
+            f"bench: {options.out} exists, and a part of the rows would replace it. Choose another --out."
+        )
 
 
 def machine_kind(device: torch.device) -> str:

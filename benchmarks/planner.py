@@ -231,8 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     options = made.parse_args(argv)
     number, parts = part_of(options.part)
     part = options.quick or options.development or parts > 1
-    if part and options.out == options.record:
-        options.out = "-"
+    if part:
+        common.spare_record(options)
     device = common.prepare(options)
     start = common.circumstances(device)
     cases = (development() if options.development else held_out())[number - 1 :: parts]

@@ -125,7 +125,9 @@ def test_the_planner_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "planner.json"
     assert planner.main(["--quick", "--out", str(out)]) == 0
     assert "calls (required 95%)" in capsys.readouterr().out
-    assert not out.exists(), "a quick run is no result"
+    assert json.loads(out.read_text())["benchmark"] == "planner"
+    with pytest.raises(ArgumentError, match="--part 999/999 has no calls"):
+        planner.main(["--part", "999/999"])
 
 
 def test_the_planner_benchmark_refuses_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +380,8 @@ def test_rows_of_linear_peers(
     out = tmp_path / "x.json"
     words = ["--only", "dense yat", "--tokens", "64", "--budget", "0.05", "--out", str(out)]
     assert linear_peers.main(words) == 0
-    assert not out.exists(), "a part would replace the rows of the other peers"
+    with pytest.raises(ArgumentError, match="exists, and a part of the rows would replace it"):
+        linear_peers.main(words)
     assert linear_peers.main([*words, "--resume"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["peer"], row["tokens"], row["causal"]) for row in rows] == [
@@ -400,6 +403,7 @@ def test_rows_of_linear_peers(
         "attention",
         lambda q, k, v, operator, **options: whole(q, k, v, operator, **options) * (1 if "path" in options else 1.001),
     )
+    out.unlink()
     with pytest.raises(common.GateError, match="yat, causal"):
         linear_peers.main(words)
     with pytest.raises(ArgumentError, match="--tokens must be multiples of 64, received 100"):

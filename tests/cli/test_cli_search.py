@@ -168,7 +168,7 @@ def test_files_that_are_no_recipe(here, text, message):
         presets.find("recipe.json", "compare")
 
 
-def test_a_target_is_counted_in_every_run(here):
+def test_every_run_ends_at_the_target(here):
     spec = specification(
         parse_options(
             SearchOptions,
@@ -179,7 +179,8 @@ def test_a_target_is_counted_in_every_run(here):
         "",
     )
     assert spec.target == 0.7
-    assert spec.training.thresholds == (0.5, 0.7, 0.9, 0.99)
+    training = spec.comparison(spec.start, 2).training
+    assert (training.stop_at_accuracy, training.thresholds) == (0.7, (0.7,))
 
 
 def test_every_kind_of_move_is_on_by_default():

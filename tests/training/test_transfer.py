@@ -101,7 +101,7 @@ def test_a_run_that_is_good_enough_is_measured_too(tmp_path):
         tmp_path,
     )
     assert result.final is not None
-    assert result.stopped_early == (result.final["accuracy"] > 0)
+    assert result.stopped_early == (result.final["validation"]["accuracy"] > 0)
     assert len(result.final["transfer"]) == 2
 
 

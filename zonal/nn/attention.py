@@ -125,7 +125,9 @@ class Attention(TokenMixer):
         requirements.check_start(self.init, qk_dim, head_dim, dim=dim, context_dim=keyed)
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
-        requirements.check_operator(self.operator, heads, kv_heads, causal=self.causal, key_gate=key_gate)
+        requirements.check_operator(
+            self.operator, heads, kv_heads, causal=self.causal, key_gate=key_gate, context=context_dim is not None
+        )
         one_map = self.operator.score.one_map
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
         if not one_map:

@@ -61,14 +61,18 @@ def check_start(init: LayerInit, qk_dim: int, head_dim: int, *, dim: int, contex
             )
 
 
-def check_operator(operator: Operator, heads: int, kv_heads: int, *, causal: bool, key_gate: bool) -> None:
-    """Raise ArgumentError for an operator that a layer cannot run."""
+def check_operator(
+    operator: Operator, heads: int, kv_heads: int, *, causal: bool, key_gate: bool, context: bool
+) -> None:
+    """Raise ArgumentError for an operator that a layer cannot run. context: whether it reads one, which has more
+    requirements (``context_refusal``).
+    """
     if causal and operator.anchor.couples:
         raise ArgumentError(
             f"nn.Attention: with operator {operator.name!r}, whose queries depend on one another, "
             f"causal=True {leak(operator.anchor)}; pass causal=False for an encoder."
         )
-    if not causal and not any(prior.orders for prior in operator.prior):
+    if not causal and not context and not any(prior.orders for prior in operator.prior):
         for what, holds in (
             ("has a window that ends with the query's own key", operator.tags.window),
             ("fades with time", operator.tags.decays),
