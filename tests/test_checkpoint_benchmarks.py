@@ -55,28 +55,28 @@ def test_the_whole_validation_text_is_read_by_checkpoints_of_runs(tmp_path, caps
     assert sample in capsys.readouterr().out
 
 
-def test_only_runs_on_text_have_a_held_out_text(tmp_path):
+def run_on(task, folder):
+    """The folder of a run of one step."""
     spec = ComparisonSpec(
-        task=needles.task([64], 2, 32),
+        task=task,
         model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
         training=TrainConfig(steps=1, batch_size=2, tensorboard=False),
         operators=("linear",),
     )
-    Comparison(tmp_path / "it", spec).run()
+    Comparison(folder, spec).run()
+    return str(folder / spec.runs()[0].name)
+
+
+def test_only_runs_on_text_have_a_held_out_text(tmp_path):
+    run = run_on(needles.task([64], 2, 32), tmp_path / "it")
     with pytest.raises(ArgumentError, match="must be a run on text, and is one on 'retrieval'"):
-        held_out.main([str(tmp_path / "it" / spec.runs()[0].name), "--out", "-"])
+        held_out.main([run, "--out", "-"])
 
 
 def test_only_runs_on_retrieval_know_its_words(tmp_path):
-    spec = ComparisonSpec(
-        task=tasks.MQAR(vocab_size=32, length=16, pairs=2, train_examples=8, test_examples=2),
-        model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
-        training=TrainConfig(steps=1, batch_size=2, tensorboard=False),
-        operators=("linear",),
-    )
-    Comparison(tmp_path / "it", spec).run()
+    run = run_on(tasks.MQAR(vocab_size=32, length=16, pairs=2, train_examples=8, test_examples=2), tmp_path / "it")
     with pytest.raises(ArgumentError, match="must be a run on retrieval, and is one on 'mqar'"):
-        needles.main([str(tmp_path / "it" / spec.runs()[0].name), "--out", "-"])
+        needles.main([run, "--out", "-"])
 
 
 def test_needles_are_found_in_checkpoints_of_runs(tmp_path, capsys):

@@ -142,6 +142,11 @@ class TrainConfig(TrainSettings):
             raise ArgumentError(f"TrainConfig: {name} must be {what}, got {getattr(self, name)!r}.")
 
     @property
+    def decides_on_the_way(self) -> bool:
+        """Whether evaluations decide something, for which each reads the validation set too."""
+        return self.keep_best or self.stop_at_accuracy is not None
+
+    @property
     def evaluation_interval(self) -> int:
         """Updates between evaluations: ``eval_every``, or a tenth of the run."""
         return self.eval_every if self.eval_every is not None else max(1, math.ceil(self.steps / 10))

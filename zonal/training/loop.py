@@ -370,7 +370,7 @@ class _Run:
         if total is None:
             return None
         metrics, last = total.result(), self.progress.step == config.steps
-        if last or config.keep_best or config.stop_at_accuracy is not None:
+        if last or config.decides_on_the_way:
             validation = self._read(lambda: self.task.validation_batches(size), "validation")
             if validation is None:
                 return None

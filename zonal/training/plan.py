@@ -140,7 +140,7 @@ def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs:
     """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
     count, ends = evaluations(spec.training, steps), [timing.end for timing in timings.values()]
     if next(spec.task.validation_batches(1), None) is not None:  # is read like an evaluation
-        count += count if spec.training.keep_best or spec.training.stop_at_accuracy is not None else 1
+        count += count if spec.training.decides_on_the_way else 1
     runs = [steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values()]
     measured = [run + end for run, end in zip(runs, ends, strict=True)]
     if len(spec.learning_rates) == 1:
