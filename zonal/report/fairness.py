@@ -127,7 +127,7 @@ def _not_learned(data: ComparisonData, rows: Sequence[Row]) -> Flag | None:
     verb = "is" if len(behind) == 1 else "are"
     sentence = (
         f"{_names(behind)} {verb} {NOT_LEARNED}: {_guess(data)} on what was trained, and so not ranked. More steps, "
-        "other rates, or larger initial weights (--init-std) may help."
+        "other rates, or other initial weights (--init-std) may help."
     )
     return Flag("not learned", _specs(behind), sentence)
 
