@@ -177,7 +177,7 @@ def test_stop_while_measuring_leaves_no_plan(tmp_path):
     [
         ({"seeds": (0, 2)}, r"seeds\[1\] is 1 there and 2 here"),
         ({"operators": ("softmax", "linear")}, r"operators\[1\]"),
-        ({"learning_rates": (0.01, 0.1)}, "learning_rates"),
+        ({"learning_rates": (0.1,)}, r"learning_rates\[0\]"),
         ({"budget_seconds": 60.0}, "budget_seconds is None there and 60.0 here"),
         ({"training": replace(a_spec().training, batch_size=4)}, "training.batch_size is 8 there and 4 here"),
         ({"model": replace(a_spec().model, dim=32)}, "model.dim is 16 there and 32 here"),

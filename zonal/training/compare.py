@@ -31,7 +31,7 @@ from zonal.training.parallel import run_in_processes
 from zonal.training.plan import StepPlan, Timing, decide_steps, estimate, measure
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
-from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_comparison
+from zonal.training.spec import FILE, GRID, ComparisonSpec, PlannedRun, read_comparison
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class ComparisonResult:
 
 
 class Comparison:
-    """A comparison in ``directory``: new, or the same one that is there already.
+    """A comparison in ``directory``: new, the same one that is there already, or one with more operators, seeds or
+    learning rates, which keeps the finished runs and the number of steps.
 
     Raises: ArgumentError when the folder holds another comparison (the first field that differs is named), or is a
     non-empty folder without one.
@@ -63,7 +64,7 @@ class Comparison:
         self.plan: StepPlan | None = None
         self.threads: int | None = None
         read = functools.partial(read_comparison, task=spec.task)
-        stored = claimed(self.directory, FILE, "compare", "comparison", spec, read)
+        self._stored = stored = claimed(self.directory, FILE, "compare", "comparison", spec, read)
         if stored is not None:
             with understood("compare", self.directory / FILE):
                 timings = {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}
@@ -152,7 +153,7 @@ class Comparison:
             jobs = workers.slots(self.threads or threads or 1) if ray else int(jobs)
             stop = should_stop or interrupted
             emit = on_event or events.ignore
-            if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
+            if not self._planned() and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
             self._announce_plan(emit, jobs, retry_failed)
             for runs in self._rounds(jobs):
@@ -233,35 +234,52 @@ class Comparison:
                 emit(record.ended(run.name))
             return record
 
+    def _planned(self) -> bool:
+        """Whether comparison.json has the runs that are asked for."""
+        asked = self.spec.identity()
+        return self._stored is not None and all(self._stored.get(name) == asked.get(name) for name in GRID)
+
     def _make_plan(
         self, emit: events.Listener, stop: Callable[[], bool], jobs: int, threads: int | None, started: float
     ) -> bool:
-        """Time the operators, fix the number of steps, and write comparison.json. False: a stop was requested first."""
-        spec = self.spec
-        self.threads = threads_each(jobs) if threads is None else threads
-        timings: dict[str, Timing] = {}
-        for index, operator in enumerate(spec.operators):
-            emit(events.Measuring(operator, index, len(spec.operators)))
+        """Time the new operators, fix the number of steps unless it is, and write comparison.json. False: a stop was
+        requested first.
+        """
+        spec, before = self.spec, self.plan
+        if self.threads is None:
+            self.threads = threads_each(jobs) if threads is None else threads
+        timings = {} if before is None else dict(before.timings)
+        new = [operator for operator in spec.operators if operator not in timings]
+        for index, operator in enumerate(new):
+            emit(events.Measuring(operator, index, len(new)))
             timing = measure(spec, operator, self.threads, stop)
             if timing is None:
                 return False
             timings[operator] = timing
-        self.plan = decide_steps(spec, timings, time.perf_counter() - started, jobs)
+        if before is None:
+            self.plan = decide_steps(spec, timings, time.perf_counter() - started, jobs)
+        else:
+            self.plan = StepPlan(before.steps, timings, estimate(spec, timings, before.steps, jobs))
         guess = spec.task.guess()
+        first = self._stored or {
+            "requested_steps": spec.training.steps,
+            "guess": None if guess is None else guess._asdict(),
+            **surroundings(torch.device(spec.device), self.threads),
+        }
         stored = {
+            **first,
             **spec.to_dict(),
+            "title": first.get("title", spec.title),
             "training": self.training.to_dict(),
             "steps": self.plan.steps,
-            "requested_steps": spec.training.steps,
             "plan": {
                 "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
                 "estimated_seconds": self.plan.estimated_seconds,
                 "jobs": jobs,
             },
-            "guess": None if guess is None else guess._asdict(),
-            **surroundings(torch.device(spec.device), self.threads),
         }
         write_checked(self.directory / FILE, stored)
+        self._stored = stored
         return True
 
     def _announce_plan(self, emit: events.Listener, jobs: int, retry_failed: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import archive
 from zonal.store import read_record, remove_parts
-from zonal.training.config import TrainConfig, first_difference
+from zonal.training.config import TrainConfig
 from zonal.training.environment import folder_lock, interruptible
 from zonal.training.log import EVENTS
 from zonal.training.log import FILE as LOG
@@ -18,16 +18,20 @@ from zonal.training.record import RunResult
 
 
 class Spec(Protocol):
-    """What is asked for; ``identity`` has the settings that may not differ."""
+    """What is asked for."""
 
     @property
     def training(self) -> TrainConfig: ...
 
-    def identity(self) -> dict[str, Any]: ...
+    def difference(self, there: Any) -> tuple[str, Any, Any] | None:
+        """The first setting in which this may not differ from what a folder holds, there and here; None if it goes on
+        from there.
+        """
+        ...
 
 
 def claimed(
-    directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Spec, dict[str, Any]]]
+    directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Any, dict[str, Any]]]
 ) -> dict[str, Any] | None:
     """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun:
     "comparison".
@@ -37,11 +41,12 @@ def claimed(
     """
     if (directory / file).exists():
         stored_spec, stored = read(directory)
-        difference = first_difference(stored_spec.identity(), spec.identity())
+        difference = spec.difference(stored_spec)
         if difference is not None:
             name, old, new = difference
+            added = "Operators, seeds and learning rates may be added. " if noun == "comparison" else ""
             raise ArgumentError(
-                f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. "
+                f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. {added}"
                 f"Use the same settings to resume (or `zonal {call} --resume {shlex.quote(str(directory))}`), "
                 "choose another folder, or delete this one."
             )

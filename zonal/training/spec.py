@@ -17,13 +17,15 @@ from zonal.names import known_names
 from zonal.report.published import Published
 from zonal.store import understood
 from zonal.training import curriculum
-from zonal.training.config import TrainConfig, short
+from zonal.training.config import TrainConfig, first_difference, short
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.typed import check_fields, made
 
 FILE = "comparison.json"
 SCHEMA = 1
+GRID = ("operators", "seeds", "learning_rates", "screening_seeds", "shapes")
+"""The fields of comparison.json that say which runs there are."""
 SLOT = "operator"
 """What stands in ``model.layers`` of comparison.json where each run puts its operator."""
 # of the 255 bytes that a name may have, some are left for the number that tells equal names apart
@@ -208,6 +210,21 @@ class ComparisonSpec:
         if self.shapes:
             values["shapes"] = {operator: _stored_model(model) for operator, model in self.shapes.items()}
         return json.loads(json.dumps(values))
+
+    def difference(self, there: "ComparisonSpec") -> tuple[str, Any, Any] | None:
+        """The first setting in which this differs from the comparison in a folder, there and here. None where every run
+        there is one of these: operators, seeds and learning rates may be added to a comparison.
+        """
+        found, asked = there.identity(), self.identity()
+        if self._contains(there):
+            found, asked = ({name: one[name] for name in one if name not in GRID} for one in (found, asked))
+        return first_difference(found, asked)
+
+    def _contains(self, there: "ComparisonSpec") -> bool:
+        """Whether the runs of another comparison are all of this one, in the same folders and with the same models."""
+        known, own = ({(run.name, run.operator) for run in spec.runs()} for spec in (there, self))
+        same = all(there.shapes.get(operator) == self.shapes.get(operator) for operator in there.operators)
+        return same and known <= own and set(there.seeds) <= set(self.seeds)
 
     def to_dict(self) -> dict[str, Any]:
         """The part of comparison.json that says what was asked; ``from_file`` reverses it."""

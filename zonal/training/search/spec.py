@@ -17,7 +17,7 @@ from zonal.models import ModelConfig
 from zonal.names import known_names
 from zonal.store import understood
 from zonal.training import curriculum
-from zonal.training.config import TrainConfig
+from zonal.training.config import TrainConfig, first_difference
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
 from zonal.training.record import RunResult
@@ -224,6 +224,10 @@ class SearchSpec(SearchSettings):
             "run_on": self.device,
         }
         return json.loads(json.dumps(values))
+
+    def difference(self, there: "SearchSpec") -> tuple[str, Any, Any] | None:
+        """The first setting in which this differs from the search in a folder, there and here."""
+        return first_difference(there.identity(), self.identity())
 
     def to_dict(self) -> dict[str, Any]:
         """search.json, but for the machine; ``read_search`` reverses it."""
