@@ -57,7 +57,7 @@ def test_a_stop_before_the_new_operator_is_timed_changes_nothing(begun, tmp_path
     assert Comparison.open(folder).run().runs == begun[1].runs
 
 
-def test_the_number_of_steps_stays(tmp_path, monkeypatch):
+def test_the_number_of_steps_stays(tmp_path):
     few = a_spec(**FIRST, budget_seconds=600.0)
     Comparison(tmp_path, few).run()
     more = Comparison(tmp_path, replace(few, seeds=(1, 2, 3, 4)))
@@ -78,3 +78,10 @@ def test_the_number_of_steps_stays(tmp_path, monkeypatch):
 def test_what_would_lose_a_run_is_refused(begun, changes):
     with pytest.raises(ArgumentError, match=r"holds another comparison: .* Operators, seeds and learning rates may be"):
         Comparison(begun[0], a_spec(**{**FIRST, **changes}))
+
+
+def test_seeds_that_took_the_best_rate_may_try_all(tmp_path):
+    some = a_spec(operators=("softmax",), learning_rates=(0.01, 0.02), screening_seeds=1)
+    assert len(Comparison(tmp_path, some).run().runs) == 3
+    assert len(Comparison(tmp_path, replace(some, screening_seeds=None)).run().runs) == 4
+    assert Comparison.open(tmp_path).spec.screening_seeds is None

@@ -262,14 +262,15 @@ class Comparison:
             self.plan = StepPlan(before.steps, timings, estimate(spec, timings, before.steps, jobs))
         guess = spec.task.guess()
         first = self._stored or {
+            "title": spec.title,
             "requested_steps": spec.training.steps,
             "guess": None if guess is None else guess._asdict(),
             **surroundings(torch.device(spec.device), self.threads),
         }
         stored = {
-            **first,
+            **{name: value for name, value in first.items() if name not in GRID},
             **spec.to_dict(),
-            "title": first.get("title", spec.title),
+            "title": first["title"],
             "training": self.training.to_dict(),
             "steps": self.plan.steps,
             "plan": {
