@@ -3,17 +3,16 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zonal.errors import ArgumentError, FileWriteError
 from zonal.names import known_names
 from zonal.report import archive, commands
-from zonal.store import staged_folder, write_checked, write_error
-from zonal.training.config import first_difference
+from zonal.store import staged_folder, understood, write_checked, write_error
+from zonal.training.config import TrainConfig, first_difference
 from zonal.training.record import FILE as RECORD
-from zonal.training.spec import FILE, GRID, ComparisonSpec, read_comparison
+from zonal.training.spec import FILE, GRID, read_model, slugs, stored_comparison
 
 
 @known_names
@@ -24,7 +23,7 @@ def join(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str])
     Its runs that none of them has are not started; ``zonal compare --resume`` runs them. The name of the processor, the
     versions and the number of threads must be the same in all. The page names the commits of all.
 
-    Args: folders of ``zonal compare``, packed or not. They stay as they are.
+    Args: folders of ``zonal compare``, packed or not. They stay as they are. The data of the task is not needed.
 
     Raises: ArgumentError for fewer than two folders, comparisons whose settings differ (the first that does is named),
     a run that two of them have, and a new folder that is there already.
@@ -34,10 +33,11 @@ def join(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str])
         raise ArgumentError(f"join: two folders or more were required, received {len(sources)}.")
     if target.exists():
         raise ArgumentError(f"join: {target} is there already. Choose a new folder.")
-    read = [read_comparison(source) for source in sources]
-    spec = _union([found for found, _ in read])
-    for source, (found, stored) in zip(sources, read, strict=True):
-        difference = spec.difference(found) or first_difference(_machine(stored), _machine(read[0][1]))
+    stored = [stored_comparison(source, "join") for source in sources]
+    whole = _union(stored)
+    for source, each in zip(sources, stored, strict=True):
+        with understood("join", source / FILE):
+            difference = first_difference(_settings(each, each["operators"]), _settings(whole, each["operators"]))
         if difference is not None:
             name, there, here = difference
             raise ArgumentError(
@@ -49,41 +49,52 @@ def join(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str])
             for source in sources:
                 with archive.opened(source) as root:
                     _add(root, staging, source)
-            write_checked(staging / FILE, _record(spec, [stored for _, stored in read]))
+            write_checked(staging / FILE, whole)
     except OSError as error:
         raise error if isinstance(error, FileWriteError) else write_error("join", target, error) from error
     return target
 
 
-def _union(specs: Sequence[ComparisonSpec]) -> ComparisonSpec:
-    """The comparison that has the runs of all."""
-    labels: dict[str, str] = {}
-    for spec in specs:
-        named = zip(spec.operators, spec.labels, strict=True)
+def _union(stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """comparison.json of the comparison that has the runs of all."""
+    first, labels, shapes, timings = stored[0], {}, {}, {}
+    for each in reversed(stored):  # what the first says of an operator stands
+        timings |= each["plan"]["timings"]
+        shapes |= each.get("shapes", {})
+    for each in stored:
+        named = zip(each["operators"], each["labels"], strict=True)
         labels |= {operator: label for operator, label in named if operator not in labels}
-    seeds = sorted({seed for spec in specs for seed in spec.seeds})
-    rates = sorted({rate for spec in specs for rate in spec.learning_rates})
-    shapes = {operator: shape for spec in reversed(specs) for operator, shape in spec.shapes.items()}
+    seeds = sorted({seed for each in stored for seed in each["seeds"]})
+    rates = sorted({rate for each in stored for rate in each["learning_rates"]})
     grid = {
         "--operators": ",".join(labels), "--learning-rates": ",".join(map(repr, rates)),
         "--seeds": "".join(f"{seed}," for seed in seeds),
     }  # fmt: skip
-    return replace(
-        specs[0],
-        operators=tuple(labels),
-        labels=tuple(labels.values()),
-        seeds=tuple(seeds),
-        learning_rates=tuple(rates),
-        screening_seeds=None,
-        shapes=shapes,
-        command=commands.variant(specs[0].command, grid),
-    )
+    commits = dict.fromkeys(each["commit"] for each in stored if each.get("commit"))
+    return {
+        **{name: value for name, value in first.items() if name not in GRID},
+        "command": commands.variant(first["command"], grid),
+        "operators": list(labels),
+        "labels": list(labels.values()),
+        "seeds": seeds,
+        "learning_rates": rates,
+        "plan": {**first["plan"], "timings": timings},
+        **({"shapes": shapes} if shapes else {}),
+        **({"commit": ", ".join(commits)} if commits else {}),
+    }
 
 
-def _machine(stored: dict[str, Any]) -> dict[str, Any]:
-    """What runs must share beside the settings to stand in one table."""
-    device = {key: stored["device"].get(key) for key in ("name", "threads")}
-    return {"steps": stored["steps"], "device": device, "versions": stored.get("versions")}
+def _settings(stored: dict[str, Any], operators: Sequence[str]) -> dict[str, Any]:
+    """What all runs of these operators must share to stand in one table, and the folders where they are."""
+    training = TrainConfig.from_dict(stored["training"]).trajectory()
+    shapes = {operator: stored.get("shapes", {}).get(operator, stored["model"]) for operator in operators}
+    return {
+        **{name: stored.get(name) for name in ("task", "run_on", "steps", "budget_seconds", "versions")},
+        "training": {name: value for name, value in training.items() if name not in ("learning_rate", "seed")},
+        "model": {operator: read_model(shape, operator).to_dict() for operator, shape in shapes.items()},
+        "device": {name: stored["device"].get(name) for name in ("name", "threads")},
+        "folder": {operator: slugs(stored["operators"])[operator] for operator in operators},
+    }
 
 
 def _add(root: Path, staging: Path, source: Path) -> None:
@@ -91,24 +102,8 @@ def _add(root: Path, staging: Path, source: Path) -> None:
     for record in sorted(root.glob(f"runs/*/*/{RECORD}")):
         place = record.parent.relative_to(root)
         if (staging / place).exists():
-            raise ArgumentError(
-                f"join: {source} has a run that another folder has too, {place}. Leave one of them out."
-            )
+            raise ArgumentError(f"join: {source} has a run that another folder has too, {place}. Leave one out.")
         shutil.copytree(record.parent, staging / place)
-
-
-def _record(spec: ComparisonSpec, stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """comparison.json of the whole."""
-    first = {name: value for name, value in stored[0].items() if name not in GRID}
-    timings = {name: timing for each in reversed(stored) for name, timing in each["plan"]["timings"].items()}
-    commits = dict.fromkeys(each["commit"] for each in stored if each.get("commit"))
-    return {
-        **first,
-        **spec.to_dict(),
-        "training": first["training"],
-        "plan": {**first["plan"], "timings": timings},
-        **({"commit": ", ".join(commits)} if commits else {}),
-    }
 
 
 __all__ = ["join"]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -177,19 +177,9 @@ class ComparisonSpec:
     def planned(self, operator: str, seed: int, rate: float) -> PlannedRun:
         """The run of an operator with this seed and rate."""
         label = dict(zip(self.operators, self.labels or self.operators, strict=True))[operator]
-        return PlannedRun(f"runs/{self._slugs()[operator]}/seed-{seed}-lr-{short(rate)}", operator, label, seed, rate)
-
-    def _slugs(self) -> dict[str, str]:
-        slugs: dict[str, str] = {}
-        for operator in self.operators:
-            base = re.sub(r"[^a-z0-9.]+", "-", operator.lower()).strip("-.") or "operator"
-            if len(base) > _LONGEST_SLUG:  # a list of many layers: no file system has a name for all of it
-                base = f"{base[:_CUT_SLUG]}-{hashlib.sha256(operator.encode()).hexdigest()[:8]}"
-            slug, number = base, 2
-            while slug in slugs.values():
-                slug, number = f"{base}-{number}", number + 1
-            slugs[operator] = slug
-        return slugs
+        return PlannedRun(
+            f"runs/{slugs(self.operators)[operator]}/seed-{seed}-lr-{short(rate)}", operator, label, seed, rate
+        )
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a folder to be this comparison, as JSON."""
@@ -242,6 +232,20 @@ class ComparisonSpec:
         }
 
 
+def slugs(operators: Sequence[str]) -> dict[str, str]:
+    """The folder of each operator of a comparison, below ``runs``."""
+    found: dict[str, str] = {}
+    for operator in operators:
+        base = re.sub(r"[^a-z0-9.]+", "-", operator.lower()).strip("-.") or "operator"
+        if len(base) > _LONGEST_SLUG:  # a list of many layers: no file system has a name for all of it
+            base = f"{base[:_CUT_SLUG]}-{hashlib.sha256(operator.encode()).hexdigest()[:8]}"
+        slug, number = base, 2
+        while slug in found.values():
+            slug, number = f"{base}-{number}", number + 1
+        found[operator] = slug
+    return found
+
+
 def _one_name(entry: str) -> str:
     """An operator as runs record it: a list of layers has one way to be written."""
     return entry_of(layer_list(entry)) if is_list(entry) else entry
@@ -251,8 +255,8 @@ def _stored_model(model: ModelConfig) -> dict[str, Any]:
     return {**model.to_dict(), "layers": [SLOT] * len(model.layers)}
 
 
-def _read_model(values: dict[str, Any], operator: str) -> ModelConfig:
-    """Reverse of ``_stored_model``, with ``operator`` in the layers."""
+def read_model(values: dict[str, Any], operator: str) -> ModelConfig:
+    """A model in comparison.json, with ``operator`` in its layers."""
     return ModelConfig.from_dict({**values, "layers": layers_for(operator, len(values["layers"]))})
 
 
@@ -276,20 +280,29 @@ class _Stored:
     shapes: dict[str, Any]
 
 
+def stored_comparison(directory: Path, call: str) -> dict[str, Any]:
+    """What comparison.json of a folder says. call: the name in errors.
+
+    Raises: FileFormatError when the folder holds no comparison of this version.
+    """
+    stored = stored_in(directory, FILE, SCHEMA, call, "comparison")
+    with understood(call, directory / FILE):
+        check_fields(FILE, _Stored, stored)
+    return stored
+
+
 def read_comparison(directory: Path, task: tasks.Task | None = None) -> tuple[ComparisonSpec, dict[str, Any]]:
     """The spec in a folder and everything else its comparison.json says. task: taken where it is the stored one.
 
     Raises: FileFormatError when the folder holds no comparison of this version.
     """
-    path = directory / FILE
-    stored = stored_in(directory, FILE, SCHEMA, "compare", "comparison")
-    with understood("compare", path):
-        check_fields(FILE, _Stored, stored)
+    stored = stored_comparison(directory, "compare")
+    with understood("compare", directory / FILE):
         operators = tuple(stored["operators"])
-        shapes = {operator: _read_model(values, operator) for operator, values in stored.get("shapes", {}).items()}
+        shapes = {operator: read_model(values, operator) for operator, values in stored.get("shapes", {}).items()}
         spec = ComparisonSpec(
             task=tasks.restored(stored["task"], task),
-            model=_read_model(stored["model"], next((name for name in operators if name not in shapes), operators[0])),
+            model=read_model(stored["model"], next((name for name in operators if name not in shapes), operators[0])),
             training=TrainConfig.from_dict({**stored["training"], "steps": stored["requested_steps"]}),
             operators=operators,
             seeds=tuple(stored["seeds"]),
