@@ -74,13 +74,35 @@ def test_refusals(parts, tmp_path):
     other = a_spec(operators=("linear",), seeds=(0,), training=replace(a_spec().training, batch_size=4))
     Comparison(tmp_path / "other", other).run()
     with pytest.raises(
-        ArgumentError, match=r"^join: the settings of .*other and .*softmax differ: training\.batch_size is 4"
+        ArgumentError, match=r"^join: the settings of .*other are not those of the others: training\.batch_size is 4"
     ):
         join([parts[0], tmp_path / "other"], tmp_path / "it")
     stored = json.loads((parts[0] / "comparison.json").read_text())
     del stored["checksum"]
     elsewhere = shutil.copytree(parts[0], tmp_path / "elsewhere")
     write_checked(elsewhere / "comparison.json", {**stored, "device": {**stored["device"], "name": "Another"}})
-    with pytest.raises(ArgumentError, match=r"differ: device\.name is 'Another' and '"):
+    with pytest.raises(ArgumentError, match=r"elsewhere are not .* device\.name is 'Another' there and '"):
         join([parts[0], elsewhere], tmp_path / "it")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "other"]
+
+
+def test_models_of_other_sizes(parts, tmp_path):
+    deeper = a_spec(
+        operators=("[softmax, linear]",), seeds=(0,), model=replace(a_spec().model, layers=("softmax",) * 2)
+    )
+    Comparison(tmp_path / "deeper", deeper).run()
+    with pytest.raises(ArgumentError, match=r"deeper are not .* model\.layers is .*softmax"):
+        join([parts[0], tmp_path / "deeper"], tmp_path / "it")
+
+
+def test_an_operator_of_another_size(parts, tmp_path):
+    """It stays so where the others are those of the first, and is refused where two folders say different ones."""
+    wide = replace(a_spec().model, dim=32)
+    for name, shapes in {"wide": {"softmax": wide}, "plain": {}}.items():
+        Comparison(tmp_path / name, a_spec(operators=("softmax",), seeds=(2,), shapes=shapes)).run()
+    joined = Comparison.open(join([parts[1], tmp_path / "wide"], tmp_path / "it")).spec
+    assert (joined.model_for("softmax").dim, joined.model_for("linear").dim) == (32, 16)
+    with pytest.raises(ArgumentError, match=r"join: .*plain are not .* shapes\.softmax is None there"):
+        join([tmp_path / "plain", tmp_path / "wide"], tmp_path / "no")
+    with pytest.raises(ArgumentError, match=r"join: .*plain are not .* shapes\.softmax is None there"):
+        join([tmp_path / "wide", tmp_path / "plain"], tmp_path / "no")

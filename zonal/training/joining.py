@@ -41,8 +41,8 @@ def join(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str])
         if difference is not None:
             name, there, here = difference
             raise ArgumentError(
-                f"join: the settings of {source} and {sources[0]} differ: {name} is {there!r} and {here!r}. Join "
-                "comparisons of the same settings, with other operators, seeds or learning rates."
+                f"join: the settings of {source} are not those of the others: {name} is {there!r} there and {here!r} "
+                "elsewhere. Join comparisons of the same settings, with other operators, seeds or learning rates."
             )
     try:
         with staged_folder(target) as staging:
@@ -87,11 +87,13 @@ def _union(stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _settings(stored: dict[str, Any], operators: Sequence[str]) -> dict[str, Any]:
     """What all runs of these operators must share to stand in one table, and the folders where they are."""
     training = TrainConfig.from_dict(stored["training"]).trajectory()
-    shapes = {operator: stored.get("shapes", {}).get(operator, stored["model"]) for operator in operators}
+    shapes = {operator: shape for operator, shape in stored.get("shapes", {}).items() if operator in operators}
     return {
         **{name: stored.get(name) for name in ("task", "run_on", "steps", "budget_seconds", "versions")},
         "training": {name: value for name, value in training.items() if name not in ("learning_rate", "seed")},
-        "model": {operator: read_model(shape, operator).to_dict() for operator, shape in shapes.items()},
+        # sizes alone are compared, so any operator may stand in the layers
+        "model": read_model(stored["model"], "softmax").to_dict(),
+        "shapes": {operator: read_model(shape, "softmax").to_dict() for operator, shape in shapes.items()},
         "device": {name: stored["device"].get(name) for name in ("name", "threads")},
         "folder": {operator: slugs(stored["operators"])[operator] for operator in operators},
     }
