@@ -8,7 +8,7 @@ import pytest
 from training.test_comparisons import a_spec
 
 from zonal.cli.app import main
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, FileFormatError
 from zonal.report import load, packing, summarise
 from zonal.store import write_checked
 from zonal.training import Comparison, join
@@ -67,6 +67,8 @@ def test_by_the_command(parts, tmp_path, capsys):
 def test_refusals(parts, tmp_path):
     with pytest.raises(ArgumentError, match=r"^join: two folders or more were required, received 1\."):
         join(parts[:1], tmp_path / "it")
+    with pytest.raises(FileFormatError, match=r"^join: .*nope holds no comparison .* `zonal compare` wrote"):
+        join([parts[0], tmp_path / "nope"], tmp_path / "it")
     with pytest.raises(ArgumentError, match=r"^join: .*packed is there already"):
         join(parts, parts[1])
     with pytest.raises(ArgumentError, match=r"^join: .*softmax has a run that another folder has too, runs/softmax/"):

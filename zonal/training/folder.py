@@ -91,8 +91,9 @@ def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> 
     """What the file says. Raises: FileFormatError when the folder has none, or one of another version."""
     path = directory / file
     if not path.is_file():
+        writer = "compare" if noun == "comparison" else noun
         raise FileFormatError(
-            f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote."
+            f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {writer}` wrote."
         )
     return read_record(path, schema, call, "Choose another folder.")
 

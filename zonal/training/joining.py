@@ -105,7 +105,7 @@ def _add(root: Path, staging: Path, source: Path) -> None:
         place = record.parent.relative_to(root)
         if (staging / place).exists():
             raise ArgumentError(f"join: {source} has a run that another folder has too, {place}. Leave one out.")
-        shutil.copytree(record.parent, staging / place)
+        shutil.copytree(record.parent, staging / place, ignore=shutil.ignore_patterns(".*.part"))  # half written
 
 
 __all__ = ["join"]
