@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from small_llama import SIZES, word_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from zonal import hf
 from zonal.cli.app import main
@@ -136,3 +137,18 @@ def test_texts_that_a_model_cannot_read(folders: Path, tmp_path: Path, capsys: p
     with pytest.raises(ArgumentError, match="the model knows 40 tokens"):
         context.read("a letter", "w80 w1")
     assert context.contents() == ()
+
+
+def test_a_tokeniser_that_begins_texts_with_a_token_of_another_model(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = word_tokenizer(f"w{index}" for index in range(90))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w80 $A", special_tokens=[("w80", 80)])
+    tokenizer.bos_token = "w80"
+    shutil.copytree(folders / "own", tmp_path / "own")
+    tokenizer.save_pretrained(tmp_path / "own")
+    assert main(["generate", "--model", str(tmp_path / "own"), "--prompt", "w1 w2", "--max-new-tokens", "1"]) == 2
+    assert "made token 80, and the model knows 40 tokens" in capsys.readouterr().err
+    context = hf.ContextMemory(transformers.AutoModelForCausalLM.from_pretrained(folders / "own"), tokenizer)
+    with pytest.raises(ArgumentError, match="the model knows 40 tokens"):
+        context.read("a letter", "w2 w1")

@@ -13,7 +13,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.hf.cache import CACHE, OperatorCache
 from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
-from zonal.hf.pretrained import encoded
+from zonal.hf.pretrained import check_tokens, encoded
 from zonal.hf.refusal import Question, Refusal, RefuseUnknown, calibrate_refusal, new_cache
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.nn.memory import load_memories
@@ -252,6 +252,7 @@ class ContextMemory:
         first = getattr(self.tokenizer, "bos_token_id", None)
         if begins and ids and first is not None and ids[0] != first and self.tokenizer(text)["input_ids"][0] == first:
             ids = [first, *ids]
+            check_tokens("ContextMemory", self.model, ids)
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
     @torch.no_grad()

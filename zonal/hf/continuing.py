@@ -7,7 +7,7 @@ import torch
 from transformers import TextStreamer
 
 from zonal.errors import ArgumentError
-from zonal.hf.pretrained import encoded, opened
+from zonal.hf.pretrained import check_tokens, opened
 
 
 def print_continued(
@@ -30,8 +30,8 @@ def print_continued(
     """
     model, tokenizer = opened("generate", folder)
     model = model.to(device)
-    encoded("generate", model, tokenizer, prompt)
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    check_tokens("generate", model, tokens["input_ids"][0].tolist())
     if not tokens["input_ids"].shape[1]:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
     if seed is not None:

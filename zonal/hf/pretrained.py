@@ -111,13 +111,18 @@ def encoded(call: str, model: Any, tokenizer: Any, text: str) -> list[int]:
     Raises: ArgumentError for a tokeniser that is not of the model.
     """
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_tokens(call, model, tokens)
+    return tokens
+
+
+def check_tokens(call: str, model: Any, tokens: list[int]) -> None:
+    """Raise ArgumentError for tokens that the model does not know, so that their tokeniser is not of the model."""
     size = model.config.get_text_config().vocab_size
     if tokens and max(tokens) >= size:
         raise ArgumentError(
             f"{call}: the tokeniser made token {max(tokens)}, and the model knows {size} tokens. Use the tokeniser "
             "that the model was trained with, or call model.resize_token_embeddings first."
         )
-    return tokens
 
 
-__all__ = ["RECORD", "check_files", "check_loaded", "digest_of", "encoded", "opened", "readable"]
+__all__ = ["RECORD", "check_files", "check_loaded", "check_tokens", "digest_of", "encoded", "opened", "readable"]
