@@ -152,3 +152,11 @@ def test_a_tokeniser_that_begins_texts_with_a_token_of_another_model(
     context = hf.ContextMemory(transformers.AutoModelForCausalLM.from_pretrained(folders / "own"), tokenizer)
     with pytest.raises(ArgumentError, match="the model knows 40 tokens"):
         context.read("a letter", "w2 w1")
+
+
+def test_a_folder_without_the_tokens_of_its_tokeniser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers then makes a tokeniser of GPT-2's kind for which every text is empty."""
+    sizes = {"vocab_size": 40, "n_embd": 32, "n_head": 2, "n_positions": 8}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "w1 w2", "--max-new-tokens", "1"]) == 2
+    assert "cannot read the tokeniser in" in capsys.readouterr().err

@@ -42,6 +42,8 @@ def opened(call: str, path: Path) -> tuple[Any, Any]:
     check_loaded(call, path, found)
     with readable(call, path, f"the tokeniser in {path}; copy it there with tokenizer.save_pretrained"):
         tokenizer = AutoTokenizer.from_pretrained(**where)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one of a model's own kind
+            raise OSError("no file has its tokens")
     if path.suffix == ".gguf":  # its weights are plain float32 numbers now, which can be saved
         model.hf_quantizer.remove_quantization_config(model)
     return model.eval(), tokenizer
