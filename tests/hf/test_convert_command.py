@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES, save_model_of
+from small_llama import SIZES, save_model_of, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from zonal import hf
@@ -343,3 +343,22 @@ def test_a_space_stands_between_prompt_and_text(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out.split("\n")[0]
     assert printed.startswith("the old ")
     assert {*printed.split()} <= {"the", "old", "house", "land", "sea"}
+
+
+def test_options_alone_say_how_tokens_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beams, which cannot be printed as they come, penalties and lengths in generation_config.json are left out."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, eos_token_id=None, **SIZES)).eval()
+    call = ["generate", "--model", str(tmp_path), "--prompt", "w1 w2", "--max-new-tokens", "12", "--temperature", "0"]
+    word_tokenizer(f"w{index}" for index in range(40)).save_pretrained(tmp_path)
+    tokens = torch.tensor([[1, 2]])
+    for _ in range(12):
+        tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert tokens.unique().numel() < tokens.numel()  # a penalty of repetitions would change them
+    model.save_pretrained(tmp_path)
+    settings = {"repetition_penalty": 3.0, "num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert main(call) == 0
+    assert capsys.readouterr().out.split() == [f"w{token}" for token in tokens[0].tolist()]
+    assert main([*call[:5], "--max-new-tokens", "0"]) == 0
+    assert capsys.readouterr().out == "w1 w2\n"

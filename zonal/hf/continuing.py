@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from zonal.errors import ArgumentError
 from zonal.hf.pretrained import check_tokens, opened
@@ -38,8 +38,11 @@ def print_continued(
         torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     if not count:
-        sys.stdout.write(prompt)
+        sys.stdout.write(f"{prompt}\n")
         return
+    # how tokens are drawn is said by the options alone, and which ones end a text or are never drawn by the model
+    said = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=said.eos_token_id, suppress_tokens=said.suppress_tokens)
     try:
         model.generate(
             **tokens,
