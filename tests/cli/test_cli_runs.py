@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +332,15 @@ def test_generate_refuses(trained, capsys, options, message):
     code, _, err = run(f"generate --model {trained}/text {options}", capsys)
     assert code == 2
     assert message in err
+
+
+def test_a_run_in_the_folder_of_a_model_of_transformers_is_the_run(trained, tmp_path, capsys):
+    shutil.copy(trained / "text/checkpoint.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    words = "--prompt 'It was' --max-new-tokens 12 --seed 3"
+    code, out, err = run(f"generate --model {tmp_path} {words}", capsys)
+    assert (code, err) == (0, "")
+    assert out == run(f"generate --model {trained}/text {words}", capsys)[1]
 
 
 def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys):
