@@ -318,6 +318,7 @@ def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     assert len(out.split()) == 7
     assert run(f"generate --model {trained}/recall --prompt hello", capsys)[0] == 2
     assert run(f"generate --model {trained}/recall --prompt 999", capsys)[0] == 2
+    assert "--stop must be such numbers" in run(f"generate --model {trained}/recall --prompt 3 --stop x", capsys)[2]
 
 
 @pytest.mark.parametrize(

@@ -159,13 +159,16 @@ def run(options: Generate, command: str) -> int:
             "Train one with --task text."
         )
     model = model.to(check_device(options.device))
-    written = codec(config["identity"]["task"], model.config.vocab_size)
+    task = config["identity"]["task"]
+    written = codec(task, model.config.vocab_size)
     prompt = written.encode(options.prompt)
     if not prompt:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
     # the same words have other tokens after other words, so a text is stopped by its characters
-    of_text = config["identity"]["task"].get("task") == "text"
-    stop = [written.encode(options.stop)] if options.stop and not of_text else []
+    of_text = task.get("task") == "text"
+    stop = []
+    if options.stop and not of_text:
+        stop = [codec(task, model.config.vocab_size, option="--stop").encode(options.stop)]
     tokens = model.generate(
         torch.tensor([prompt], device=options.device, dtype=torch.int64),
         options.max_new_tokens,
