@@ -154,6 +154,20 @@ def test_a_tokeniser_that_begins_texts_with_a_token_of_another_model(
         context.read("a letter", "w2 w1")
 
 
+def test_a_tokeniser_that_numbers_texts(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its token_type_ids are of no use for one text, and most decoders take none."""
+    shutil.copytree(folders / "own", tmp_path / "own")
+    path = tmp_path / "own" / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    call = ["--prompt", "w1 w2", "--max-new-tokens", "3", "--temperature", "0"]
+    said = []
+    for folder in (folders / "own", tmp_path / "own"):
+        assert main(["generate", "--model", str(folder), *call]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 def test_a_folder_without_the_tokens_of_its_tokeniser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers then makes a tokeniser of GPT-2's kind for which every text is empty."""
     sizes = {"vocab_size": 40, "n_embd": 32, "n_head": 2, "n_positions": 8}

@@ -30,7 +30,7 @@ def print_continued(
     """
     model, tokenizer = opened("generate", folder)
     model = model.to(device)
-    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
     check_tokens("generate", model, tokens["input_ids"][0].tolist())
     if not tokens["input_ids"].shape[1]:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
