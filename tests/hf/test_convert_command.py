@@ -358,7 +358,8 @@ def test_options_alone_say_how_tokens_are_drawn(tmp_path: Path, capsys: pytest.C
     model.save_pretrained(tmp_path)
     settings = {"repetition_penalty": 3.0, "num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    assert main(call) == 0
-    assert capsys.readouterr().out.split() == [f"w{token}" for token in tokens[0].tolist()]
+    for no_stop in ([], ["--stop", ""]):
+        assert main([*call, *no_stop]) == 0
+        assert capsys.readouterr().out.split() == [f"w{token}" for token in tokens[0].tolist()]
     assert main([*call[:5], "--max-new-tokens", "0"]) == 0
     assert capsys.readouterr().out == "w1 w2\n"

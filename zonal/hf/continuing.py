@@ -49,7 +49,7 @@ def print_continued(
             max_new_tokens=count,
             # prompt and text in one piece: decoders drop the space before a first word
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-            stop_strings=stop,
+            stop_strings=stop or None,
             tokenizer=tokenizer,
             pad_token_id=tokenizer.eos_token_id,
             **(drawn if temperature else {"do_sample": False}),
