@@ -363,3 +363,24 @@ def test_options_alone_say_how_tokens_are_drawn(tmp_path: Path, capsys: pytest.C
         assert capsys.readouterr().out.split() == [f"w{token}" for token in tokens[0].tolist()]
     assert main([*call[:5], "--max-new-tokens", "0"]) == 0
     assert capsys.readouterr().out == "w1 w2\n"
+
+
+def test_samples_of_a_conversion_take_a_prompt_and_the_likeliest_tokens(
+    folder: Path, tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever generation_config.json says, which is saved again."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    shutil.copy(folder / "text.txt", tmp_path)
+    path = tmp_path / "model" / "generation_config.json"
+    settings = {"do_sample": True, "num_return_sequences": 2, "repetition_penalty": 3.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    more = ["--transfer-steps", "1", "--distil-steps", "1", "--windows", "1"]
+    assert main([*words(tmp_path, tmp_path / "out", *more), "--prompt", ""]) == 2
+    assert "--prompt is empty" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out.work")
+    assert main(words(tmp_path, tmp_path / "out", *more)) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["repetition_penalty"] == 3.0
+    said = [json.loads((tmp_path / "out" / "conversion.json").read_text())["before"]["sample"]]
+    assert main(words(folder, tmp_path / "plain", *more)) == 0
+    said.append(json.loads((tmp_path / "plain" / "conversion.json").read_text())["before"]["sample"])
+    assert said[0] == said[1]

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, TextStreamer
+from transformers import TextStreamer
 
 from zonal.errors import ArgumentError
-from zonal.hf.pretrained import check_tokens, opened
+from zonal.hf.pretrained import check_tokens, drawn_plainly, opened
 
 
 def print_continued(
@@ -40,20 +40,18 @@ def print_continued(
     if not count:
         sys.stdout.write(f"{prompt}\n")
         return
-    # how tokens are drawn is said by the options alone, and which ones end a text or are never drawn by the model
-    said = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=said.eos_token_id, suppress_tokens=said.suppress_tokens)
     try:
-        model.generate(
-            **tokens,
-            max_new_tokens=count,
-            # prompt and text in one piece: decoders drop the space before a first word
-            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-            stop_strings=stop or None,
-            tokenizer=tokenizer,
-            pad_token_id=tokenizer.eos_token_id,
-            **(drawn if temperature else {"do_sample": False}),
-        )
+        with drawn_plainly(model):
+            model.generate(
+                **tokens,
+                max_new_tokens=count,
+                # prompt and text in one piece: decoders drop the space before a first word
+                streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+                stop_strings=stop or None,
+                tokenizer=tokenizer,
+                pad_token_id=tokenizer.eos_token_id,
+                **(drawn if temperature else {"do_sample": False}),
+            )
     except IndexError as error:  # a table of positions that has ended
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         raise ArgumentError(

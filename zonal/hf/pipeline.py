@@ -25,7 +25,7 @@ from zonal.hf.distil import (
     learn,
     learned_by,
 )
-from zonal.hf.pretrained import RECORD, digest_of, encoded, opened
+from zonal.hf.pretrained import RECORD, digest_of, drawn_plainly, encoded, opened
 from zonal.models.memory import fingerprint
 from zonal.report import conversion as report
 from zonal.training.environment import folder_lock, surroundings
@@ -241,10 +241,13 @@ class _Conversion:
 
     def _sample(self, model: Any, count: int = _SAMPLE) -> str:
         tokens = torch.tensor([self.encode(self.settings.prompt)], dtype=torch.int64)
-        made = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False,
-            pad_token_id=self.tokenizer.eos_token_id,
-        )  # fmt: skip
+        if not tokens.shape[1]:
+            raise ArgumentError("convert: --prompt is empty; at least one token to continue from is required.")
+        with drawn_plainly(model):
+            made = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False,
+                pad_token_id=self.tokenizer.eos_token_id,
+            )  # fmt: skip
         return self.tokenizer.decode(made[0], skip_special_tokens=True)
 
     # --- the record -------------------------------------------------------------------------------------------------

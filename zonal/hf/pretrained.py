@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from zonal import device_memory, store
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
@@ -107,6 +107,19 @@ def check_loaded(call: str, path: str | Path, found: dict[str, Any]) -> None:
             )
 
 
+@contextlib.contextmanager
+def drawn_plainly(model: Any) -> Iterator[None]:
+    """Let ``generate`` draw as its call alone says: without beams, penalties and the cache of the model's generation
+    config, of which the tokens that end a text or are never drawn are kept.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, suppress_tokens=own.suppress_tokens)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 def encoded(call: str, model: Any, tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text.
 
@@ -127,4 +140,14 @@ def check_tokens(call: str, model: Any, tokens: list[int]) -> None:
         )
 
 
-__all__ = ["RECORD", "check_files", "check_loaded", "check_tokens", "digest_of", "encoded", "opened", "readable"]
+__all__ = [
+    "RECORD",
+    "check_files",
+    "check_loaded",
+    "check_tokens",
+    "digest_of",
+    "drawn_plainly",
+    "encoded",
+    "opened",
+    "readable",
+]
