@@ -174,3 +174,14 @@ def test_a_folder_without_the_tokens_of_its_tokeniser(tmp_path: Path, capsys: py
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
     assert main(["generate", "--model", str(tmp_path), "--prompt", "w1 w2", "--max-new-tokens", "1"]) == 2
     assert "cannot read the tokeniser in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drawn", [[], ["--temperature", "0"]], ids=["drawn", "likeliest"])
+def test_logits_that_are_no_numbers(
+    drawn: list[str], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The likeliest token of NaN would be the first that is NaN."""
+    shutil.copytree(folders / "own", tmp_path / "own")
+    weights(lambda found: found[NORM["own"]].fill_(float("nan")))(tmp_path / "own")
+    assert main(["generate", "--model", str(tmp_path / "own"), "--prompt", "w1", *drawn]) == 2
+    assert "received NaN or infinity" in capsys.readouterr().err

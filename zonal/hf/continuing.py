@@ -4,10 +4,18 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import TextStreamer
 
 from zonal.errors import ArgumentError
 from zonal.hf.pretrained import check_tokens, drawn_plainly, opened
+from zonal.models.sampling import check_logits
+
+
+def _checked(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The logits of the next token as they are, if one can be drawn from them."""
+    check_logits(logits)
+    return logits
 
 
 def print_continued(
@@ -26,7 +34,7 @@ def print_continued(
     temperature: 0 = always the most likely token. seed: None = another text each time.
 
     Raises: ArgumentError for an empty prompt, a model that cannot be read, and a text that is longer than the model's
-        table of positions.
+        table of positions; NonFiniteError for logits that are NaN or infinite.
     """
     model, tokenizer = opened("generate", folder)
     model = model.to(device)
@@ -50,6 +58,7 @@ def print_continued(
                 stop_strings=stop or None,
                 tokenizer=tokenizer,
                 pad_token_id=tokenizer.eos_token_id,
+                logits_processor=[_checked],
                 **(drawn if temperature else {"do_sample": False}),
             )
     except IndexError as error:  # a table of positions that has ended

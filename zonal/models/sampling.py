@@ -15,6 +15,15 @@ from zonal.typed import check_fields
 _COLDEST = 1e-6
 
 
+def check_logits(logits: Tensor) -> None:
+    """Raise NonFiniteError for logits that are NaN or +infinity."""
+    if not (logits < math.inf).all():
+        raise NonFiniteError(
+            "generate: the logits of the next token must be numbers below infinity, received NaN or infinity. "
+            "Look at the weights of the model and its memory, and try float32."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """The rule for drawing the next token.
@@ -67,11 +76,7 @@ class Sampler:
 
         Raises: NonFiniteError for logits that are NaN or +infinity.
         """
-        if not (logits < math.inf).all():
-            raise NonFiniteError(
-                "generate: the logits of the next token must be numbers below infinity, received NaN or infinity. "
-                "Look at the weights of the model and its memory, and try float32."
-            )
+        check_logits(logits)
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
