@@ -73,6 +73,15 @@ def test_a_layer_is_one_graph(spec: str) -> None:
     assert y.abs().max() > 1e-4
 
 
+def test_a_layer_with_an_action_mask_is_one_graph() -> None:
+    layer, graphs, x = made("ska(power=1)"), Graphs(), inputs(20)
+    stored = torch.arange(20) % torch.tensor([[3], [2]]) == 0
+    with torch.no_grad():
+        y = torch.compile(layer, fullgraph=True, backend=graphs)(x, action_mask=stored)
+        torch.testing.assert_close(y, layer(x, action_mask=stored), rtol=1e-4, atol=1e-5)
+    assert graphs.count == 1
+
+
 @pytest.mark.parametrize("spec", ["softmax", "sko", "ska(power=1)", "mamba2"])
 def test_one_graph_has_gradients_and_serves_several_lengths(spec: str) -> None:
     layer, graphs = made(spec), Graphs()

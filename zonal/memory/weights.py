@@ -48,7 +48,7 @@ def check_weights(
             f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens that "
             f"are stored, received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
         )
-    if not whole or tokens < 2:
+    if not whole or tokens < 2 or torch.compiler.is_compiling():  # a graph has no answers that depend on values
         return
     stored = (action_mask if real is None else action_mask & real).any(-1)
     if not bool(stored.all()):
