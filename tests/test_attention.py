@@ -212,10 +212,18 @@ def bad(**changes: object) -> dict[str, object]:
     return {"q": q, "k": k, "v": v, "operator": m.softmax(), **changes}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (lambda: bad(q=torch.zeros(3, 4)), "q must have 4 axes"),
+        *(
+            (
+                lambda layout=layout: bad(q=torch.nested.nested_tensor([torch.zeros(4, 9, 8)] * 2, layout=layout)),
+                r"q must be dense, received a nested tensor. Pass q.to_padded_tensor\(0.0\)",
+            )
+            for layout in (torch.strided, torch.jagged)
+        ),
         (lambda: bad(k=torch.zeros(2, 4, 9, 5)), "share the head dimension"),
         (lambda: bad(v=torch.zeros(2, 4, 8, 8)), "share heads and tokens"),
         (lambda: bad(q=torch.zeros(1, 4, 9, 8)), "share the batch size"),

@@ -95,6 +95,11 @@ def check_tensors(
             continue
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{call}: {name} must be a torch.Tensor, received {type(x).__name__}. Convert it.")
+        if x.is_nested:
+            raise ArgumentError(
+                f"{call}: {name} must be dense, received a nested tensor. Pass {name}.to_padded_tensor(0.0) and a "
+                "key_padding_mask, or all sequences in one row and cu_seqlens."
+            )
         if x.layout != torch.strided:
             raise ArgumentError(f"{call}: {name} must be dense, received layout {x.layout}. Pass {name}.to_dense().")
         if device is not None and x.device != device:

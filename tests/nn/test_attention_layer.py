@@ -387,6 +387,7 @@ def test_draws_are_named_streams():
         (lambda: Attention(12, 4, "softmax", rotary=True), "even"),
         (lambda: make()(tokens(dim=11)), r"\(batch, tokens >= 1, 12\), received \(2, 13, 11\)"),
         (lambda: make()(tokens(length=0)), "tokens >= 1"),
+        (lambda: make()([[0.0] * 12]), "nn.Attention: x must be a torch.Tensor, received list"),
         (lambda: make()(tokens(), key_padding_mask=torch.ones(2, 12, dtype=torch.bool)), r"\(2, 13\)"),
         (lambda: make()(tokens(), cu_seqlens=torch.tensor([0, 13])), "batch 1"),
         (lambda: make()(tokens(1), make().empty_memory(1), cu_seqlens=torch.tensor([0, 13])), "no memory"),

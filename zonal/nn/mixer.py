@@ -20,6 +20,7 @@ from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerDecoder, LayerMemory, Past, load_memories
 from zonal.nn.positions import check_masks
 from zonal.stretch import active
+from zonal.typed import check_tensors
 
 
 class Inputs(NamedTuple):
@@ -235,6 +236,7 @@ class TokenMixer(nn.Module, abc.ABC):
 
         Raises ArgumentError for inputs that do not fit.
         """
+        check_tensors(f"nn.{type(self).__name__}", {"x": x})
         shape = x.shape
         if len(shape) != 3 or shape[2] != self.dim or shape[1] == 0:
             raise self._refused(f"x must be (batch, tokens >= 1, {self.dim}), received {tuple(shape)}.")
