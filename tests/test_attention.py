@@ -61,6 +61,22 @@ def test_alibi_and_decay_against_written_out_masks() -> None:
         )
 
 
+def test_declared_rates_belong_to_key_heads() -> None:
+    q, k, v = (x.double() for x in qkv())
+    shared, repeated = (k[:, :2], v[:, :2]), (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+    y = zonal.attention(q, *shared, m.retention(rates=(0.5, 0.9)), causal=True)
+    expected = zonal.attention(q, *repeated, m.retention(rates=(0.5, 0.5, 0.9, 0.9)), causal=True)
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_count_anchor_counts_keys_that_a_bias_hides() -> None:
+    q, k, v = (x.double() for x in qkv())
+    real = torch.arange(9).expand(2, 9) % 3 > 0
+    hidden = torch.zeros(2, 4, 9, dtype=torch.float64).masked_fill(~real[:, None], -float("inf"))
+    by_bias = zonal.attention(q, k, v, m.sko(), key_bias=hidden)
+    torch.testing.assert_close(by_bias * 9 / 6, zonal.attention(q, k, v, m.sko(), key_padding_mask=real))
+
+
 @pytest.mark.parametrize("path", ["dense", "tiled", "auto"])
 def test_fewer_queries_than_keys_are_the_last_positions_for_alibi_too(path: str) -> None:
     q, k, v = qkv()

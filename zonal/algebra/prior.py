@@ -131,7 +131,7 @@ class ALiBi(Prior):
 
 @dataclass(frozen=True)
 class Decay(Prior):
-    """B_ts = rate_h^(t - s) with 0 < rate < 1 per head, or per token with attention(log_decay=...).
+    """B_ts = rate_h^(t - s) with 0 < rate < 1 per key head, or per token with attention(log_decay=...).
 
     learn: the rates are learned through log(-log rate). gated: a layer computes the decay of each token from its input,
     and the rates are only the initial values of its gate (``learn`` must be False).

@@ -22,7 +22,7 @@ from zonal.mechanisms.registry import mechanism
 def retention(rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997), learn: bool = True) -> Operator:
     """y_t = sum_s rate^(t - s) (q_t . k_s / sqrt D) v_s, without normalisation; a layer normalises each head's output.
 
-    rates: 0 < rate < 1 per head, initial values if learn is True.
+    rates: 0 < rate < 1 per key head, initial values if learn is True.
 
     Raises: ArgumentError for rates out of range. Source: Sun et al. 2023; Dao and Gu 2024.
     """
