@@ -78,6 +78,27 @@ def test_vmap_equals_a_loop(name: str, dims: tuple[int | None, ...], path: str) 
         assert (a - b).abs().max() <= 2e-6 * (1 + b.abs().max())
 
 
+@pytest.mark.parametrize("spec", ["sko(degrees=(2.0, 3.0))", "polynomial_square"])
+def test_vmap_of_polynomials_on_the_dense_path(spec: str) -> None:
+    """With coefficients of their own (sko), and with fixed ones; in float64, for which there is no kernel."""
+    operator, arguments = m.resolve(spec), [x.double() for x in tokens((0, 0, 0))]
+    learned = {name: torch.stack([x.detach(), 2 * x.detach(), -x.detach()]) for name, x in operator.named_parameters()}
+
+    class Call(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operator = operator
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return zonal.attention(q, k, v, self.operator, causal=True, path="dense")
+
+    def run(learned: dict[str, Tensor], *arguments: Tensor) -> Tensor:
+        return functional_call(Call(), {f"operator.{name}": x for name, x in learned.items()}, arguments)
+
+    rows = [run({name: x[i] for name, x in learned.items()}, *(x[i] for x in arguments)) for i in range(3)]
+    same(vmap(run)(learned, *arguments), rows, 1e-12)
+
+
 @pytest.mark.parametrize("mapped_mask", [False, True])
 @pytest.mark.parametrize("name", ["sko", "squared_affine", "cosine-learned"])
 def test_parameters_of_their_own(name: str, mapped_mask: bool) -> None:
