@@ -423,6 +423,26 @@ def test_batches_are_their_parts() -> None:
         (lambda: probe.equivalent(torch.zeros(3), torch.zeros(3), "rows"), "a probe such as probe.Rows"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), "rows"), "'row', 'column' or 'both'"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), weight=torch.zeros(3, 3)), "weights must be finite and > 0"),
+        (
+            lambda: probe.centred(torch.zeros(3, 3), weight=torch.ones(2, 2)),
+            r"shape of the scores, \(3, 3\), or broadcast",
+        ),
+        (lambda: probe.energies(torch.zeros(0, 3)), r"at least one row and one column .* received \(0, 3\)"),
+        (
+            lambda: probe.Kernel(torch.ones(5)).observe(torch.zeros(3, 3)),
+            r"3 finite numbers, .* received shape \(5,\)\.",
+        ),
+        (lambda: probe.Kernel(torch.ones(3, 1)).observe(torch.zeros(3, 3)), r"received shape \(3, 1\)\."),
+        (lambda: probe.Kernel(torch.full((3,), math.nan)).observe(torch.zeros(3, 3)), "with NaN or infinity"),
+        (
+            lambda: probe.divergence(torch.zeros(3, 3), torch.zeros(3, 4)),
+            "divergence: kernels of one shape are required",
+        ),
+        (lambda: probe.divergence(torch.zeros(3, 3), torch.zeros(1, 3)), r"received \(3, 3\) and \(1, 3\)"),
+        (
+            lambda: probe.refined(probe.normal_form(torch.eye(4), 1), torch.zeros(3, 3)),
+            r"refined: kernels of one shape are required, received \(3, 3\) and \(4, 4\)",
+        ),
         (lambda: probe.normal_form(torch.zeros(3, 4), 4), r"at most min\(T, S\), received 4"),
         (lambda: probe.normal_form(torch.zeros(3, 4), 0), "rank must be a whole number >= 1"),
     ],

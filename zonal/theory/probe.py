@@ -61,7 +61,7 @@ class Rows(Probe):
 class Kernel(Probe):
     """K itself, times a constant factor per row, so that no scaling is hidden.
 
-    log_factor (T,): its logarithm, None = 0.
+    log_factor (T,): its logarithm, None = 0. ``observe`` raises ArgumentError for one that is not T finite numbers.
     """
 
     log_factor: Tensor | None = None
@@ -69,7 +69,14 @@ class Kernel(Probe):
     def observe(self, log_kernel: Tensor) -> Observed:
         log_kernel = _checked("probe.Kernel", log_kernel)
         left = torch.zeros_like(log_kernel[..., 0])
-        left = left if self.log_factor is None else left + self.log_factor.to(log_kernel)
+        if self.log_factor is not None:
+            shape = tuple(self.log_factor.shape)
+            require(
+                shape in ((), (1,), left.shape[-1:]) and bool(self.log_factor.isfinite().all()),
+                f"probe.Kernel: log_factor must be {left.shape[-1]} finite numbers, one per row, received shape "
+                f"{shape}{' with NaN or infinity' if shape == left.shape[-1:] else ''}.",
+            )
+            left = left + self.log_factor.to(log_kernel)
         return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
 
 
@@ -190,11 +197,7 @@ def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance
         isinstance(probe, Probe),
         f"probe.equivalent: a probe such as probe.Rows() is required, received {probe!r}.",
     )
-    require(
-        log_first.shape == log_second.shape,
-        f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and "
-        f"{tuple(log_second.shape)}.",
-    )
+    _same_shape("probe.equivalent", log_first, log_second)
     first, second = probe.observe(log_first), probe.observe(log_second)
     # shares of a row stay as they are when both logs are moved, and exp neither overflows nor vanishes
     top = torch.maximum(first.log.logsumexp(-1), second.log.logsumexp(-1))
@@ -365,8 +368,10 @@ def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tens
     KL(p | m) = sum p log(p/m) - p + m, the usual one for rows of sum 1. Empty and equal rows give 0. Rows with a pair
     that only ``other`` forbids give infinity.
 
-    Raises: ArgumentError for a divergence that is too large for float64, and as ``probe.observe`` does.
+    Raises: ArgumentError for kernels of different shapes, for a divergence that is too large for float64, and as
+        ``probe.observe`` does.
     """
+    _same_shape("probe.divergence", log_kernel, other)
     apart, barred = _divergence(log_kernel, other, probe)
     require(
         bool((apart.isfinite() | barred).all()),
@@ -396,6 +401,8 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
     them. The result is never worse than ``form``, and its ``explained`` is that of the new dot product.
 
     probe: ``Rows`` or ``Kernel``; a plan has no gradient here. steps: of the optimiser.
+
+    Raises: ArgumentError for a form of other scores, and for a probe without a gradient.
     """
     require_whole("probe.refined: steps", steps)
     require(
@@ -404,6 +411,7 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
         "gradient.",
     )
     scores = _checked("probe.refined", scores)
+    _same_shape("probe.refined", scores, form.scores)
     start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
     parts = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in start]
     optimiser = torch.optim.LBFGS(
@@ -436,19 +444,37 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
+    good = log_kernel.ndim >= 2 and log_kernel.is_floating_point()
     require(
-        log_kernel.ndim >= 2 and log_kernel.is_floating_point() and bool((log_kernel < float("inf")).all()),
-        f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received {log_kernel.dtype} of shape "
-        f"{tuple(log_kernel.shape)}{'' if log_kernel.ndim < 2 else ' with NaN or infinity'}.",
+        good and bool((log_kernel < float("inf")).all()),
+        f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received "
+        f"{log_kernel.dtype} of shape {tuple(log_kernel.shape)}{' with NaN or infinity' if good else ''}.",
     )
     return log_kernel.double()
 
 
+def _same_shape(call: str, first: Tensor, second: Tensor) -> None:
+    require(
+        first.shape == second.shape,
+        f"{call}: kernels of one shape are required, received {tuple(first.shape)} and {tuple(second.shape)}.",
+    )
+
+
 def _weights(call: str, scores: Tensor, weight: Tensor | None) -> Tensor:
     """The weights in float64, zero on forbidden pairs."""
+    require(
+        0 not in scores.shape[-2:],
+        f"{call}: scores of at least one row and one column are required, received {tuple(scores.shape)}.",
+    )
     allowed = ~scores.isneginf()
     if weight is None:
         return allowed.double()
+    sizes = zip(reversed(weight.shape), reversed(scores.shape), strict=False)
+    require(
+        weight.ndim <= scores.ndim and all(mine in (1, size) for mine, size in sizes),
+        f"{call}: weights must have the shape of the scores, {tuple(scores.shape)}, or broadcast to it, received "
+        f"{tuple(weight.shape)}.",
+    )
     weight = torch.broadcast_to(weight, scores.shape).double()
     good = bool(((weight > 0) & weight.isfinite() | ~allowed).all())
     require(
