@@ -44,3 +44,13 @@ def test_a_wrong_batch_size_names_the_call():
         for call in ("evaluation_batches", "validation_batches"):
             with pytest.raises(ArgumentError, match=rf"{type(task).__name__}\.{call}: batch_size must be at least 1"):
                 next(getattr(task, call)(0))
+
+
+@pytest.mark.parametrize(("name", "few"), [("parity", 7), ("compression", 2)])
+def test_of_few_items_there_are_few_sequences_and_some_come_up_again(name, few):
+    task = tasks.resolve(name)
+    trained = rows(task.train_batch(step, 64, 0) for step in range(150))
+    for batches in (task.evaluation_batches(200), task.validation_batches(200)):
+        again = {batch.slices["items"][0] for batch in batches if set(rows([batch])) & set(trained)}
+        assert few in again
+        assert task.most not in again

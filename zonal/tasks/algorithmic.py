@@ -27,7 +27,7 @@ answer follows from the context alone:
 
 ("copy, reverse, sort" are three tasks.) Words are numbers: w3 is also the number 3. n is drawn for each sequence, and a
 shorter sequence has blanks (·) before it. Few items can make few sequences: parity of seven bits has 128, so training
-has shown nearly all that the evaluation asks of this number.
+has shown nearly all that the evaluation asks of this number; compression of two runs has 15,872.
 
 Source: SLAY (001), tables 3 to 9; selective copy, induction and stack follow the usual tasks of these names.
 """

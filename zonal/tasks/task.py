@@ -117,8 +117,8 @@ class Task(ABC):
         """
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """What learning rates are chosen by: as the evaluation set, of sequences that are not in it and that no run
-        trains on. By default nothing, and rates are chosen by the evaluation set.
+        """What learning rates are chosen by: as the evaluation set, of sequences that are drawn apart from it and from
+        those of training. By default nothing, and rates are chosen by the evaluation set.
 
         Raises: ArgumentError when batch_size < 1.
         """
