@@ -1,12 +1,16 @@
 """What a model reaches that has not learned the task: every task says it, and somebody who guesses reaches it."""
 
+import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 from zonal import tasks
+from zonal.tasks import retrieval
+from zonal.tasks.counts import largest
 from zonal.tasks.task import IGNORED
 
 
@@ -86,3 +90,29 @@ def test_lookups_are_judged_on_what_was_trained():
         1 / 4,
         ("composition", ("trained",)),
     )
+
+
+@pytest.mark.parametrize(("most", "kinds"), [(1, 1), (1, 5), (4, 3), (5, 4)])
+def test_the_largest_count_is_that_of_all_sequences(most, kinds):
+    found = largest(most, kinds)
+    for n in range(most + 1):
+        every = [max(Counter(values).values(), default=0) for values in itertools.product(range(kinds), repeat=n)]
+        assert found[n] == pytest.approx(sum(every) / len(every), abs=1e-8)
+
+
+def test_the_largest_of_many_values_is_finite_and_grows():
+    found = largest(1400, 4000)
+    assert np.isfinite(found).all()
+    assert (np.diff(found[1:]) > 0).all()
+
+
+def test_naming_the_most_frequent_value_that_is_left():
+    """What is left after a question is as random as what was there, so the guess is exact."""
+    words = retrieval.Words(128)
+    drawn, right = np.random.default_rng(0), 0.0
+    for _ in range(4000):
+        left = drawn.integers(len(words.values), size=6).tolist()
+        for _ in range(3):
+            most = Counter(left).most_common(1)[0][0]
+            right += left.pop(int(drawn.integers(len(left)))) == most
+    assert retrieval._guess(6, 3, words) == pytest.approx(right / 12000, abs=0.012)

@@ -50,6 +50,7 @@ from typing import TypeVar
 import numpy as np
 
 from zonal.errors import ArgumentError
+from zonal.tasks.counts import largest
 from zonal.tasks.task import IGNORED, stream
 
 MARKERS = "?:>=[]#"
@@ -310,18 +311,11 @@ def _questions(pairs: int) -> int:
 
 
 def _guess(offered: int, questions: int, words: Words) -> float:
-    """Accuracy of naming the most frequent of ``offered`` values, any of them in a tie. Each answer is taken out after
-    its question. If all values differed, it would be the mean of 1 / offered, 1 / (offered - 1), and so on.
+    """Accuracy of naming the most frequent of ``offered`` values. Each answer is taken out after its question, and the
+    n that are left are as random as the first. If all values differed, it would be the mean of 1 / n.
     """
-    found = 0.0
-    for number in range(_DRAWS):
-        values = Draw(stream(number), words).any(words.values, offered)
-        left = Counter(values)
-        for answer in values[:questions]:
-            most = max(left.values())
-            found += (left[answer] == most) / sum(count == most for count in left.values())
-            left[answer] -= 1
-    return found / (_DRAWS * questions)
+    left = np.arange(offered, offered - questions, -1)
+    return float((largest(offered, len(words.values))[left] / left).mean())
 
 
 KINDS: dict[str, Kind] = {
