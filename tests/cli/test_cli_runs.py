@@ -160,7 +160,11 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
             "goes on with the settings in there, so --seeds, --steps would change nothing",
         ),
         ("compare --resume there --preset echo-mqar", "so --preset would change nothing. Leave it out"),
-        ("compare --resume there --seeds 1", "so --seeds would change nothing"),
+        (
+            "compare --resume there --seeds 1",
+            "so --seeds would change nothing. Leave it out, or begin another folder with",
+        ),
+        ("compare --resume there --seeds 1", "To add operators, seeds or learning rates, give all settings again"),
         ("compare --task mqar-demo --device gpu", "'gpu' is not a device; use 'cpu'"),
         ("compare --task mqar-demo --device cuda:99", "'cuda:99' is not available"),
         ("compare --task mqar-demo --dim 30 --heads 4", "dim"),
