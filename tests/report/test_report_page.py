@@ -262,7 +262,7 @@ def test_the_headline_counts_the_seeds_that_both_have(tmp_path):
     summary = difference(
         tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)}, failed={("sko", 2): "out of memory"}
     )
-    assert summary.headline.startswith("No clear winner with 2 seeds: SKO is within the spread of Softmax")
+    assert summary.headline.startswith("No clear winner with 2 seeds in common: SKO is within the spread of Softmax")
 
 
 def test_beyond_the_spread_is_said(tmp_path):

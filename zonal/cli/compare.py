@@ -187,7 +187,10 @@ def run(options: Compare, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.resume is not None:
         kept = ("--retry-failed", "--no-retry-failed", "--jobs", "--workers", "--threads")
-        advice = " To add operators, seeds or learning rates, give all settings again, with this folder as --out."
+        advice = (
+            "begin another folder with --out. To add operators, seeds or learning rates, give all settings again, with "
+            "this folder as --out"
+        )
         refuse_settings("compare", options.resume, command, *kept, advice=advice)
         comparison = Comparison.open(options.resume)
     else:

@@ -17,7 +17,7 @@ from zonal.limits import COUNT, SEED, SHARE, Between
 from zonal.models import CausalLM, Sampler
 from zonal.tasks import masked
 from zonal.training import load_model
-from zonal.training.checkpoint import FILE
+from zonal.training.checkpoint import FILE as CHECKPOINT
 from zonal.training.environment import check_device
 
 DESCRIPTION = """\
@@ -72,18 +72,20 @@ def checkpoint_in(path: Path, command: str = "generate") -> Path:
         raise FileFormatError(f"{command}: {path} does not exist. Required: the folder of a run, or a checkpoint file.")
     if not path.is_dir():
         return path
-    found = path / FILE
+    found = path / CHECKPOINT
     if found.is_file():
         return found
     if (path / "comparison.json").is_file():
-        runs = sorted(each.parent for each in path.glob(f"runs/*/*/{FILE}"))
+        runs = sorted(each.parent for each in path.glob(f"runs/*/*/{CHECKPOINT}"))
         advice = (
             f"Give one of its runs, such as {runs[0]}"
             if runs
             else "None of its runs has weights, which a packed comparison does not keep: run it again"
         )
         raise FileFormatError(f"{command}: {path} holds a comparison. {advice}.")
-    raise FileFormatError(f"{command}: {path} has no {FILE}. Required: the folder of a run, or a checkpoint file.")
+    raise FileFormatError(
+        f"{command}: {path} has no {CHECKPOINT}. Required: the folder of a run, or a checkpoint file."
+    )
 
 
 def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", option: str = "the prompt") -> Codec:
@@ -142,7 +144,7 @@ def run(options: Generate, command: str) -> int:
     if options.model is None:
         raise ArgumentError("generate: --model is required: a checkpoint, or the folder of a run of `zonal train`.")
     Sampler(options.temperature, options.top_k, options.top_p)  # refused before the model is read
-    if (options.model / "config.json").is_file() and not (options.model / FILE).is_file():
+    if (options.model / "config.json").is_file() and not (options.model / CHECKPOINT).is_file():
         try:
             continuing = importlib.import_module("zonal.hf.continuing")
         except ImportError as error:

@@ -43,15 +43,17 @@ def given_options(command: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def refuse_settings(call: str, folder: Path, command: str, *kept: str, advice: str = "") -> None:
+def refuse_settings(
+    call: str, folder: Path, command: str, *kept: str, advice: str = "begin another folder with --out"
+) -> None:
     """Raises: ArgumentError where --resume comes with settings, which the folder has already: any option of the command
-    line but ``kept``, at its default or not. advice: what else can be done.
+    line but ``kept``, at its default or not. advice: what to do instead.
     """
     given = [option for option in given_options(command) if option not in ("--resume", *kept)]
     if given:
         raise ArgumentError(
             f"{call}: --resume goes on with the settings in {folder}, so {', '.join(given)} would change nothing. "
-            f"Leave {'it' if len(given) == 1 else 'them'} out, or begin another folder with --out.{advice}"
+            f"Leave {'it' if len(given) == 1 else 'them'} out, or {advice}."
         )
 
 

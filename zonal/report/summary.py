@@ -300,6 +300,8 @@ def _headline(
     if within:
         common = sorted({verdict.seeds for verdict in verdicts if verdict.within})
         seeds = f"with {common[0]} seeds" if len(common) == 1 else f"with {common[0]} to {common[-1]} seeds"
+        if common[-1] < best.n:  # the means are over more
+            seeds += " in common"
         if len(within) == len(ordered) - 1 > 1:
             who = f"all {len(ordered)} operators{'' if all_learned else ' that learned the task'} are"
         else:

@@ -31,7 +31,8 @@ def _poisson(mean: float, most: int) -> NDArray[np.float64]:
 
 def _power(series: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
     """The first coefficients of a power of a series, as many as it has itself."""
-    size, found = len(series), np.eye(1, len(series))[0]
+    size, found = len(series), np.zeros(len(series))
+    found[0] = 1
     while exponent:
         if exponent & 1:
             found = np.convolve(found, series)[:size]

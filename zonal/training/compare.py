@@ -153,7 +153,7 @@ class Comparison:
             jobs = workers.slots(self.threads or threads or 1) if ray else int(jobs)
             stop = should_stop or interrupted
             emit = on_event or events.ignore
-            if not self._planned() and not self._make_plan(emit, stop, jobs, threads, started):
+            if not self._is_written() and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
             self._announce_plan(emit, jobs, retry_failed)
             for runs in self._rounds(jobs):
@@ -234,7 +234,7 @@ class Comparison:
                 emit(record.ended(run.name))
             return record
 
-    def _planned(self) -> bool:
+    def _is_written(self) -> bool:
         """Whether comparison.json has the runs that are asked for."""
         asked = self.spec.identity()
         return self._stored is not None and all(self._stored.get(name) == asked.get(name) for name in GRID)
