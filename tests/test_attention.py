@@ -48,10 +48,14 @@ def test_alibi_and_decay_against_written_out_masks() -> None:
     q, k, v = qkv(dtype=torch.float64)
     t = torch.arange(9)
     distance = (t[:, None] - t[None]).double()
-    slopes = torch.tensor([2 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64)
-    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, float("-inf"))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    assert torch.allclose(zonal.attention(q, k, v, m.softmax(prior=prior.ALiBi()), causal=True), expected, atol=1e-6)
+    for given, slopes in (
+        (None, tuple(2 ** (-8 * (h + 1) / 4) for h in range(4))),
+        (rare := (0.3, 0.1, 0.7, 0.9), rare),
+    ):
+        bias = -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(distance < 0, float("-inf")))
+        y = zonal.attention(q, k, v, m.softmax(prior=prior.ALiBi(given)), causal=True)
+        assert torch.allclose(y, expected, atol=1e-12)
     rates = torch.tensor([0.9, 0.97, 0.99, 0.997], dtype=torch.float64)
     weight = (rates[:, None, None] ** distance).masked_fill(distance < 0, 0)
     expected = (q @ k.mT / 8**0.5 * weight) @ v

@@ -365,6 +365,23 @@ def test_options_alone_say_how_tokens_are_drawn(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "w1 w2\n"
 
 
+def test_text_ends_where_the_stop_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of a token, too; one that stands in the prompt alone ends nothing."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, eos_token_id=None, **SIZES)).eval()
+    model.save_pretrained(tmp_path)
+    word_tokenizer(f"w{index}x" for index in range(40)).save_pretrained(tmp_path)
+    call = ["generate", "--model", str(tmp_path), "--prompt", "w1x w2x", "--max-new-tokens", "12", "--temperature", "0"]
+    assert main(call) == 0
+    whole = capsys.readouterr().out
+    third = whole.split()[2]
+    for stop in (third[:-1], f"x {third[:-1]}"):
+        assert main([*call, "--stop", stop]) == 0
+        assert capsys.readouterr().out == f"w1x w2x {third[:-1]}\n"
+    assert main([*call, "--stop", "w1x w2"]) == 0
+    assert capsys.readouterr().out == whole
+
+
 def test_samples_of_a_conversion_take_a_prompt_and_the_likeliest_tokens(
     folder: Path, tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

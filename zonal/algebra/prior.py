@@ -122,7 +122,7 @@ class ALiBi(Prior):
         values = self.slopes
         if values is None:
             values = tuple(2 ** (-8 * (h + 1) / heads) for h in range(heads))
-        return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
+        return expand_rows(torch.tensor(values, dtype=torch.float64), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
         text = "evidence falls exponentially with the distance of positions, at a fixed rate per head"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from zonal.errors import ArgumentError
 from zonal.hf.pretrained import check_tokens, drawn_plainly, opened
@@ -16,6 +16,27 @@ def _checked(tokens: Tensor, logits: Tensor) -> Tensor:
     """The logits of the next token as they are, if one can be drawn from them."""
     check_logits(logits)
     return logits
+
+
+class _Printed(TextStreamer):
+    """Prints text as it comes, up to the end of the first ``stop`` that does not lie within the prompt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Tensor, stop: str | None):
+        # prompt and text in one piece: decoders drop the space before a first word
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._stop, self._text, self.ended = stop or "", "", False
+        self._begin = max(0, len(tokenizer.decode(prompt, skip_special_tokens=True)) - len(self._stop) + 1)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        shown, self._text = len(self._text), self._text + text
+        found = self._text.find(self._stop, self._begin) if self._stop else -1
+        if found >= 0:
+            self.ended, text = True, text[: max(0, found + len(self._stop) - shown)]
+        super().on_finalized_text(text, stream_end)
+
+    def ends(self, tokens: Tensor, scores: object) -> Tensor:
+        """Whether the stop has come, for each sequence of ``generate``."""
+        return torch.full((len(tokens),), self.ended, device=tokens.device)
 
 
 def print_continued(
@@ -48,15 +69,14 @@ def print_continued(
     if not count:
         sys.stdout.write(f"{prompt}\n")
         return
+    printed = _Printed(tokenizer, tokens["input_ids"][0], stop)
     try:
         with drawn_plainly(model):
             model.generate(
                 **tokens,
                 max_new_tokens=count,
-                # prompt and text in one piece: decoders drop the space before a first word
-                streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-                stop_strings=stop or None,
-                tokenizer=tokenizer,
+                streamer=printed,
+                stopping_criteria=[printed.ends],
                 pad_token_id=tokenizer.eos_token_id,
                 logits_processor=[_checked],
                 **(drawn if temperature else {"do_sample": False}),
