@@ -15,6 +15,7 @@ class Formula:
     triton: "module:prefix". The module has the jit functions prefix_value, prefix_derivative and prefix_base of (x, c,
     n). There c points to the same numbers, and n does not count the constants.
     base: the derivative with respect to c_0; the derivative with respect to c_k is base x^k.
+    Without cpp_value and cpp_derivative, and for a link that learns without cpp_base, torch runs on the CPU.
     log: the link is exp, kept in log space, and needs no expressions. Expressions, if given, are of a map h applied to
     the score first: K = exp(h(x)).
     constants: numbers that follow the coefficients in c. domain: scores are clamped to it first. It is the link's own
@@ -24,7 +25,7 @@ class Formula:
     name: str
     cpp_value: str = ""
     cpp_derivative: str = ""
-    cpp_base: str = "1.f"
+    cpp_base: str = ""
     triton: str = ""
     log: bool = False
     constants: tuple[float, ...] = ()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import zonal
 from zonal.algebra.link import Link
+from zonal.formula import Formula
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,34 @@ def test_a_name_of_the_library_is_kept() -> None:
         zonal.errors.ArgumentError, match=r"class Yat: zonal\.algebra\.link\.yat declares a link of this name"
     ):
         type("Yat", (Link,), {})
+
+
+_BELOW = "(1.f + c[0] - c[0] * x)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        Formula("by_triton", triton="nowhere:by_triton"),
+        Formula("by_value", f"1.f / {_BELOW}"),
+        Formula("by_both", f"1.f / {_BELOW}", f"c[0] / ({_BELOW} * {_BELOW})"),
+        Formula("by_log", log=True),
+    ],
+    ids=lambda code: code.name,
+)
+def test_torch_runs_what_a_formula_leaves_out(code: Formula) -> None:
+    """Kernels took x for the value, and 1 for each derivative, without a word."""
+
+    @dataclass(frozen=True)
+    class Partly(Cauchy):
+        formula = code
+
+    mine, exact = (zonal.Operator(zonal.score.Cosine(), each, zonal.anchor.Row()) for each in (Partly(), Cauchy()))
+    leaves = [torch.randn(1, 2, 40, 8).requires_grad_() for _ in "qkv"]
+
+    def gradients(operator: zonal.Operator, path: str) -> list[Tensor]:
+        y = zonal.attention(*leaves, operator, causal=True, path=path)
+        return [y, *torch.autograd.grad(y.square().sum(), [*leaves, operator.learned_parts["link_sharpness"]])]
+
+    for a, b in zip(gradients(mine, "tiled"), gradients(exact, "dense"), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

@@ -66,11 +66,10 @@ class _Placed(NamedTuple):
 
 def refusal(call: Call) -> Reason:
     """Why torch runs in the kernels' place, or None."""
-    link = far_of(call.bound).bound.link
-    code = tile.code_of(link)
-    if code is None:
-        return f"link {type(link).__name__} has no formula for it"
-    device, dtype = call.device.type, call.coefficients.dtype
+    far = far_of(call.bound).bound
+    code, device, dtype = tile.code_of(far.link), call.device.type, call.coefficients.dtype
+    if (reason := tile.no_formula(far, code, device)) is not None:
+        return reason
     near = tile.code_of(call.bound.link)
     return TILE.refusal(device, dtype, lambda: _unfit(call), code=near) or SUMS.refusal(
         device, dtype, lambda: None, code=code

@@ -43,9 +43,8 @@ def refusal(call: Call) -> Reason:
 
 
 def _unfit(call: Call, code: Formula | None) -> Reason:
-    if code is None:
-        return f"link {type(call.bound.link).__name__} has no formula for it"
-    if (reason := tile.other_anchor(call)) is not None:
+    reason = tile.no_formula(call.bound, code, call.device.type) or tile.other_anchor(call)
+    if reason is not None:
         return reason
     if call.bias.slope is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal import torch_func
+from zonal.algebra.bound import Bound
 from zonal.algebra.link import Link
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
@@ -68,10 +69,10 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     link, score = call.bound.link, call.bound.score
     if not score.bilinear and score.dot_reduction is None:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
-    if code is None:
-        return f"link {type(link).__name__} has no formula for it" + (
-            "" if score.bilinear else f" with score {type(score).__name__} (link Exp has)"
-        )
+    if code is None and not score.bilinear:
+        return f"link {type(link).__name__} has no formula for it with score {type(score).__name__} (link Exp has)"
+    if (reason := no_formula(call.bound, code, call.device.type)) is not None:
+        return reason
     if (reason := other_anchor(call)) is not None:
         return reason
     if call.biased and call.device.type == "cuda":
@@ -82,6 +83,20 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     if reduction is not None and reduction.steep and not torch_func.active():
         return "distances are steep where points are near, and the squares of such points cancel in its float32"
     return too_wide(call.shape.dim, call.shape.value_dim, 0 if reduction is None else reduction.extra)
+
+
+def no_formula(bound: Bound, code: Formula | None, device: str) -> Reason:
+    """The refusal of a link whose formula is not there, or leaves out what the kernel of the device reads."""
+    name = type(bound.link).__name__
+    if code is None:
+        return f"link {name} has no formula for it"
+    if device == "cuda" or exponential(code):
+        return None
+    if not (code.cpp_value and code.cpp_derivative):
+        return f"the formula of link {name} has no {'cpp_derivative' if code.cpp_value else 'cpp_value'}"
+    if bound.coefficients.shape[0] and not code.cpp_base:
+        return f"the formula of link {name} has no cpp_base, the derivative with respect to what the link learns"
+    return None
 
 
 def exponential(code: Formula) -> bool:
@@ -138,6 +153,8 @@ def code_of(link: Link) -> Formula | None:
 
 def _with_domain(link: Link) -> Formula | None:
     formula, domain = link.formula, link.domain
+    if formula is not None and exponential(formula) and not link.log_space:  # it says that the link is Exp
+        return None
     if domain is not None:
         domain = float(max(domain[0], -_FAR)), float(min(domain[1], _FAR))
     return None if formula is None else replace(formula, domain=domain)
