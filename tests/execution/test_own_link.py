@@ -124,6 +124,25 @@ def test_a_link_of_a_value_alone(path: str) -> None:
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-10)
 
 
+@dataclass(frozen=True)
+class Even(Link):
+    """l(x) = 1: the mean of the values."""
+
+    positive = True
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+
+def test_a_constant_link_has_gradients() -> None:
+    """They failed with torch's own error."""
+    leaves = [torch.randn(1, 2, 40, 5, dtype=torch.float64).requires_grad_() for _ in "qkv"]
+    y = zonal.attention(*leaves, zonal.Operator(zonal.score.Cosine(), Even(), zonal.anchor.Row()), path="tiled")
+    dq, dk, dv = torch.autograd.grad(y.sum(), leaves)
+    assert not torch.cat([dq, dk]).any()
+    torch.testing.assert_close(dv, torch.ones_like(dv))
+
+
 def test_it_is_read_back_from_a_configuration() -> None:
     again = zonal.Operator.from_config(OPERATOR.config())
     assert again.link == OPERATOR.link

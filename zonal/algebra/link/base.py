@@ -111,6 +111,8 @@ def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, g
     with torch.enable_grad():
         inputs = x.detach().requires_grad_(), c.detach().requires_grad_()
         found = value(*inputs)
+    if not found.requires_grad:  # a constant
+        return tuple(torch.zeros_like(each) for each in inputs)
     return torch.autograd.grad(found, inputs, grad.expand(found.shape), allow_unused=True, materialize_grads=True)
 
 
