@@ -197,3 +197,13 @@ def test_many_short_documents_do_not_move_what_is_held_out(tmp_path, monkeypatch
     held = tasks.Text(folder, "byte", 16, validation_fraction=0.4)
     assert f"learned from {held.split:,} bytes" in capsys.readouterr().out
     assert held.split == 8999 - int(8999 * 0.4)
+
+
+def test_the_command_tells_of_the_first_text(tmp_path, capsys):
+    """An empty first file gave 0.00 bytes a token, and a large one was read into memory whole."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").touch()
+    (tmp_path / "texts" / "b.txt").write_text("abcabcabc " * 900)
+    command = ["tokenizer", "--data", str(tmp_path / "texts"), "--size", "280", "--out", str(tmp_path / "bpe.json")]
+    assert main(command) == 0
+    assert "; 10.00 bytes a token" in capsys.readouterr().out

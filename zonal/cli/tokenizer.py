@@ -73,7 +73,7 @@ def run(options: TokenizerOptions, command: str) -> int:
             yield piece
 
     made = tokenizers.train(texts(), options.size, options.out)
-    sample = "".join(next(iter(source.documents())))[:100_000]
+    sample = next(piece for piece, _ in _pieces(source))[:100_000]
     each = len(sample.encode()) / max(1, len(made.encode(sample)))
     print(f"{options.out}: {made.vocab_size:,} tokens, learned from {left:,} bytes of {source.title}; "
           f"{each:.2f} bytes a token at its start.")  # fmt: skip
