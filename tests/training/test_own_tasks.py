@@ -1,19 +1,22 @@
 """Tasks that a user declares: comparisons of them go on, and what cannot be done with them is refused."""
 
+import math
+
 import pytest
 import torch
 from training.training_doubles import Recall
 
+from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.evaluation.metrics import Accumulator
-from zonal.models import ModelConfig
-from zonal.training import Comparison, ComparisonSpec, TrainConfig
+from zonal.models import ModelConfig, build
+from zonal.training import Comparison, ComparisonSpec, TrainConfig, train
 
 
-def a_spec(task: Recall) -> ComparisonSpec:
+def a_spec(task: tasks.Task) -> ComparisonSpec:
     return ComparisonSpec(
         task=task,
-        model=ModelConfig(vocab_size=16, dim=8, layers=("softmax",), heads=2, mlp="none", conv=2),
+        model=ModelConfig(task.vocab_size, dim=8, layers=("softmax",), heads=2, mlp="none", conv=2),
         training=TrainConfig(steps=4, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None),
         operators=("softmax", "linear"),
     )
@@ -33,6 +36,41 @@ def test_a_comparison_goes_on_where_it_stood(tmp_path):
 def test_other_processes_do_not_know_it(tmp_path):
     with pytest.raises(FileFormatError, match=r"no task of your own.*jobs=1"):
         Comparison(tmp_path, a_spec(Recall())).run(jobs=2)
+    assert not list(tmp_path.iterdir())
+
+
+class Reversed(tasks.MQAR):
+    """Recall with the tokens of each batch turned round, which is no MQAR."""
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> tasks.Batch:
+        batch = super().train_batch(step, batch_size, seed)
+        return batch._replace(tokens=batch.tokens.flip(1))
+
+
+def test_a_type_of_the_library_that_is_changed_has_a_name_of_its_own(tmp_path):
+    """Other processes trained MQAR in its place, and gave other numbers than this one."""
+    task = Reversed(64, length=16, train_examples=20, test_examples=4)
+    refused = r"config\(\) of Reversed has the 'task' 'mqar', of which .* make a MQAR\. Let config\(\) name another"
+    with pytest.raises(ArgumentError, match=refused):
+        Comparison(tmp_path, a_spec(task)).run(jobs=2)
+    with pytest.raises(ArgumentError, match=refused):
+        train(build(a_spec(task).model, seed=0), task, a_spec(task).training, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"task": "mine", "weights": torch.ones(2)}, r"must hold JSON values \(.*Tensor"),
+        ({"task": "mine", "rate": math.nan}, r"must hold JSON values \(.*float"),
+        (None, r"must be a dict of JSON values, got None"),
+    ],
+)
+def test_a_configuration_is_json(tmp_path, config, message):
+    """A run failed with the error of json at its first checkpoint, and what it had trained was lost."""
+    task = Recall()
+    task.config = lambda: config
+    with pytest.raises(ArgumentError, match=rf"train: config\(\) of Recall {message}"):
+        train(build(a_spec(task).model, seed=0), task, a_spec(task).training, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

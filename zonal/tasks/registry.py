@@ -371,13 +371,34 @@ def from_config(config: dict[str, Any]) -> Task:
         ) from error
 
 
+def identity(call: str, task: Task) -> dict[str, Any]:
+    """``task.config()`` as it is read back from JSON.
+
+    Raises: ArgumentError for what is no object of JSON, and for a type of one's own whose "task" names one of the
+    library: later commands and other processes would make that one.
+    """
+    try:
+        found = json.loads(json.dumps(task.config(), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{call}: config() of {type(task).__name__} must hold JSON values ({error}).") from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{call}: config() of {type(task).__name__} must be a dict of JSON values, got {found!r}.")
+    kind = _KINDS.get(found.get("task", ""), type(task))
+    if kind is not type(task):
+        raise ArgumentError(
+            f"{call}: config() of {type(task).__name__} has the 'task' {kind.kind!r}, of which later commands and "
+            f"other processes make a {kind.__name__}. Let config() name another 'task'."
+        )
+    return found
+
+
 def restored(config: dict[str, Any], given: Task | None) -> Task:
     """``given`` where this is its configuration, as of a task that the library does not know; else by
     ``from_config``.
 
     Raises: FileFormatError when a task that the library does not know has another configuration.
     """
-    mine = None if given is None else json.loads(json.dumps(given.config()))
+    mine = None if given is None else identity("tasks", given)
     if given is not None and mine == config:
         return given
     if mine is not None and mine.get("task") not in _KINDS:

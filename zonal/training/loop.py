@@ -27,6 +27,7 @@ from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
 from zonal.names import known_names
 from zonal.store import read_header, remove_parts
+from zonal.tasks.registry import identity
 from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
@@ -124,7 +125,7 @@ def _environment() -> dict[str, str]:
 
 def run_identity(model: LanguageModel, task: Task, config: TrainConfig) -> dict[str, Any]:
     """What must agree for two runs to be the same run, as JSON."""
-    return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
+    return {"model": model.config.to_dict(), "task": identity("train", task), "training": config.trajectory()}
 
 
 def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device, processes: int) -> None:
