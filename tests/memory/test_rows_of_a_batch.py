@@ -1,5 +1,7 @@
 """A batch of memories: rows gathered, scattered, stacked and taken apart do as each would alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from memories import DIM, KV, NAMES, TOKENS, VALUE, Span, close, draw, empty, operator, queries, span
@@ -145,6 +147,30 @@ def test_unbind_takes_no_more_than_it_must() -> None:
     assert [one.nbytes for one in left] == [short.nbytes, long.nbytes]
     assert isinstance(left[0], KeyValues)
     assert left[0].tokens[2] is None
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax-window", "softmax-alibi", "ridge-window", "local_global"])
+def test_tokens_before_stacked_rows_are_as_near_as_before_each_row(name: str, tmp_path: Path) -> None:
+    """The padding that stack gave the shorter rows does not come between, whichever way the memory went."""
+    op, q = operator(name), draw(2, KV, 2, DIM, seed=8)
+    users = [alone(op, count, 60 + count) for count in (2, 9)]
+    first = span(tokens=4).into(empty(op))
+    each = [first.gather([i]).merge(user) for i, user in enumerate(users)]
+    expected = torch.cat([one.read(q[i : i + 1]) for i, one in enumerate(each)])
+    stacked = Memory.stack(users)
+    stacked.save(tmp_path / "memory")
+    for one in (stacked, Memory.load(tmp_path / "memory", op), stacked.to("cpu"), stacked.fork()):
+        merged = first.merge(one)
+        close(merged.read(q), expected, 1e-12)
+        close(first.merge(merged).read(q), first.merge(Memory.stack(each)).read(q), 1e-12)
+
+
+def test_padding_between_named_spans_is_refused_where_distances_count() -> None:
+    op = operator("softmax-alibi")
+    first, stacked = span(tokens=4).into(empty(op)), Memory.stack([alone(op, 2, 1), alone(op, 5, 2)])
+    with pytest.raises(ArgumentError, match=r"stack put \[3, 0\] tokens of padding .* without named spans"):
+        first.merge(stacked, span="x")
+    assert first.merge(Memory.stack([alone(op, 5, 1), alone(op, 5, 2)]), span="x").count == 9
 
 
 def test_the_inverse_comes_along() -> None:

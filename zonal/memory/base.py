@@ -291,6 +291,7 @@ class Memory(Readable):
         device = torch.device(device)
         named = {name: x.to(device) for name, x in self.tensors().items()}
         whole = self.restored(self.operator, self.form._replace(device=device), self.count, named, self.plain())
+        whole = whole.keeping([self], lambda found: found[0].to(device))
         parts = tuple(
             part.changed(lambda memory: memory.to(device), lambda x: x.to(device)) for part in self.settled_parts()
         )

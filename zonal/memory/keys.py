@@ -1,7 +1,7 @@
 """KeyValues: all keys and values, for any operator. Grows with the tokens; a window keeps it short."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -13,13 +13,14 @@ from zonal.algebra import Operator, definition
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.operator import Bound
 from zonal.algebra.primal import factorised
-from zonal.algebra.prior import Bias, Intervals, Visibility, Window, visibility
+from zonal.algebra.prior import ALiBi, Bias, Intervals, Visibility, Window, visibility
 from zonal.algebra.score.base import shared_product
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.inverse import with_ridge
 from zonal.memory.ridge import anchor_of
+from zonal.memory.rows import concatenated
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
@@ -53,7 +54,7 @@ class KeyValues(Memory):
     """Prepared keys and values as they came, with the padding mask, log decays and key biases where there are any.
 
     Held tokens are [begin, end) of the buffer: with a Window prior only those that a later query can still see.
-    ahead: (B,) how many tokens of padding ``stack`` has put before the first; files do not keep it.
+    ahead: (B,) how many tokens of padding ``stack`` has put before the first.
     """
 
     kind: ClassVar[str] = "keys"
@@ -241,10 +242,31 @@ class KeyValues(Memory):
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)
+        if self._parted_from(other) and self.chunk is None:
+            pairs = zip(self.unbind(), other.unbind(), strict=True)
+            return concatenated("merge", [mine.followed_by(theirs) for mine, theirs in pairs])
         if other.count > other.end - other.begin:
             # the second has let go of tokens of its own, so none of this one's can be seen any more
             return replace(other, operator=self.operator, count=self.count + other.count, ahead=self.ahead)
         return self.extended(other.tokens)
+
+    def _parted_from(self, other: "KeyValues") -> bool:
+        """Whether padding that ``stack`` put before the other's rows would part them from this one's tokens, under a
+        prior that counts distances.
+        """
+        return any(isinstance(p, Window | ALiBi) for p in self.operator.prior) and bool(other.ahead.any())
+
+    def joined(
+        self, other: Memory, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    ) -> Memory:
+        stays = isinstance(other, KeyValues) and (span or self.parts or other.parts or self.chunk)
+        if stays and self._parted_from(other):
+            raise ArgumentError(
+                f"Memory.merge: stack put {other.ahead.tolist()} tokens of padding before the rows of the other "
+                "memory, which would lie between its tokens and this one's. Merge before stacking"
+                f"{'' if self.chunk else ', or without named spans (unnamed)'}."
+            )
+        return super().joined(other, span, marks)
 
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)
@@ -314,15 +336,21 @@ class KeyValues(Memory):
     def tensors(self) -> dict[str, Tensor]:
         return self.tokens.named()
 
+    def contents(self) -> dict[str, Tensor]:
+        return super().contents() | ({"ahead": self.ahead} if bool(self.ahead.any()) else {})
+
     @classmethod
     def restored(
         cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
     ) -> Self:
-        held = Tokens(**tensors)
+        tokens = dict(tensors)
+        none = _none_ahead(form)
+        ahead = tokens.pop("ahead", none)
+        held = Tokens(**tokens)
         n = held.length
-        if not fit(held, operator, form):
+        if not fit(held, operator, form) or (ahead.shape, ahead.dtype) != (none.shape, none.dtype):
             raise ValueError("the tensors do not have the shapes of the header")
-        memory = cls(operator, form, count, _Buffer(held, n), 0, n, _none_ahead(form))
+        memory = cls(operator, form, count, _Buffer(held, n), 0, n, ahead)
         if n != (count if memory.reach is None else min(count, memory.reach)):
             raise ValueError(f"{count} tokens are announced and {n} are there")
         return memory

@@ -63,9 +63,7 @@ class Batched(Spanned):
         return concatenated("stack", memories)
 
     def unbind(self) -> tuple[Self, ...]:
-        """A memory for each sequence, without the padding that ``stack`` gave it. What comes from a file or another
-        device may keep some in its window.
-        """
+        """A memory for each sequence, without the padding that ``stack`` gave it."""
         return tuple(self.picked(torch.tensor([row], dtype=torch.int64)).trimmed() for row in range(self.form.batch))
 
     # --- what a kind of memory provides -------------------------------------------------------------------------------
