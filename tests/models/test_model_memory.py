@@ -40,8 +40,8 @@ MERGED = [name for name in LAYERS if name not in ("mamba3", "hybrid")]
 
 
 def make(name: str, depth: int = 9, **options) -> CausalLM:
-    """A small model in float64 whose tokens differ clearly."""
-    layers = LAYERS[name][:depth]
+    """A small model in float64 whose tokens differ clearly. name: one of LAYERS, or the spec of a layer."""
+    layers = LAYERS.get(name, (name,))[:depth]
     settings = {"heads": 4, "kv_heads": 2, "rotary": True, "conv": 3, "mlp": "swiglu", "init_std": 0.3} | options
     model = build(ModelConfig(VOCABULARY, 16, layers, **settings), 0).double()
     with torch.no_grad():
@@ -148,7 +148,10 @@ def test_continuation_is_generate_that_keeps_its_place() -> None:
     assert torch.equal(nothing.logits, model.prefill(prompt)[0])
 
 
-@pytest.mark.parametrize("name", ["softmax", "sums", "ridge", "mamba3"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", "sums", "ridge", "mamba3", "regime(prior=('window(left=3)',))", "regime(prior=('alibi',))"],
+)
 def test_a_row_that_met_its_stop_reads_no_more(name: str) -> None:
     """It goes on as if its last token had been the stop."""
     model, prompt = make(name), text(7, batch=2)
@@ -161,6 +164,18 @@ def test_a_row_that_met_its_stop_reads_no_more(name: str) -> None:
     more = text(4, 5)
     near(done.logits[:1], model(alone)[:, -1])
     near(model.prefill(more, done.memory.gather([0]))[0], model(torch.cat([alone, more], 1))[:, -1])
+    longer = torch.cat([prompt[1:], done.tokens[1:, done.tokens[1] >= 0], more], 1)
+    near(model.prefill(more.expand(2, -1), done.memory)[0][1:], model(longer)[:, -1])
+
+
+@pytest.mark.parametrize(("name", "span"), [("ska(power=1, chunk=4)", None), ("softmax", "prompt")])
+def test_rows_of_one_length_stay_so_where_one_met_its_stop(name: str, span: str | None) -> None:
+    model, prompt = make(name), text(8, batch=2)
+    stop = int(model.continuation(*model.prefill(prompt), 9, seed=1).tokens[0, 0])
+    done = model.continuation(*model.prefill(prompt, span=span), 9, seed=1, stop=[stop])
+    assert done.tokens[0, 1:].eq(-1).all()
+    assert done.memory.count == 8 + done.tokens.shape[1] > 9
+    assert [s.name for s in done.memory.spans()] == ([] if span is None else [span])
 
 
 # --- spans ----------------------------------------------------------------------------------------------------------

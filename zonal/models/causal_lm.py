@@ -222,7 +222,8 @@ class CausalLM(LanguageModel):
         """Draw tokens and return the state after them: ``model.continuation(*model.prefill(tokens), 20)``.
 
         The drawn tokens are also read, so the result can be continued, forked or saved. A row that has met its stop
-        reads no more.
+        reads no more, and continues as it would alone. With named spans or whole chunks (``ska(chunk=…)``) it keeps
+        padding for the tokens of the other rows, which ``Window``, ``ALiBi`` and chunks count.
 
         Args: logits (B, V) and memory from ``prefill`` or an earlier continuation; neither is changed. The others are
             those of ``generate``.
@@ -241,16 +242,25 @@ class CausalLM(LanguageModel):
         finished = torch.zeros(memory.batch, dtype=torch.bool, device=logits.device)
         rows = [torch.empty(memory.batch, 0, dtype=torch.int64, device=logits.device)]
         decoder = self.decoder(memory)
+        parts = [part.memory for layer in memory.layers for part in (layer, *layer.others)]
+        apart = not any(part.parts or part.chunk for part in parts)  # else rows must stay of one length
+        stopped: dict[int, ModelMemory] = {}
         for _ in range(max_new_tokens):
             drawn = sampler.draw(logits, generator)
             rows.append(drawn.masked_fill(finished, FINISHED)[:, None])
             mask = ~finished[:, None] if bool(finished.any()) else None
             after = decoder.step(drawn[:, None], key_padding_mask=mask, last_only=True)
             logits = torch.where(finished[:, None], logits, after[:, -1])
-            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=logits.device, dtype=torch.bool)
+            ending = torch.tensor(rule.update(drawn.tolist()), device=logits.device, dtype=torch.bool) & ~finished
+            finished = finished | ending
             if bool(finished.all()):
                 break
-        return Continued(torch.cat(rows, 1), logits, decoder.memory())
+            if apart:
+                stopped |= {row: decoder.memory().gather([row]) for row in ending.nonzero().flatten().tolist()}
+        after = decoder.memory()
+        if stopped:  # without the padding that the other rows' tokens were for them
+            after = after.scatter(list(stopped), ModelMemory.stack(list(stopped.values())))
+        return Continued(torch.cat(rows, 1), logits, after)
 
     def generate(
         self,
