@@ -112,6 +112,10 @@ def test_an_assistant_gives_tokens_back() -> None:
     assert close(again, model(tokens).logits[:, 4:])
     with pytest.raises(ArgumentError, match=r"9 of 16 tokens were read before the cache recorded"):
         cache.crop(-16)
+    more = drawn(1, 2)  # the refused call has changed nothing
+    assert cache.get_seq_length() == 11
+    expected = model(torch.cat([tokens, more], 1)).logits[:, 11:]
+    assert close(model(more, **{hf.CACHE: cache}).logits, expected)
     with pytest.raises(ArgumentError, match="call activate_past_recording"):
         hf.MemoryCache().crop(-1)
 

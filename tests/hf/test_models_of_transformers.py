@@ -189,7 +189,12 @@ def test_a_cropped_cache_is_one_that_never_read_the_tokens(layers: tuple[str, ..
     assert cache.get_seq_length() == 6
     after = made(text[:, 6:], past_key_values=cache).logits
     assert torch.allclose(after, made(text).logits[:, 6:], atol=1e-5)
+    with pytest.raises(ArgumentError, match="5 of 13 tokens were read before the cache recorded"):
+        cache.crop(-13)
     assert cache.get_seq_length() == 12
+    more = tokens(2, 3, seed=1)  # the refused call has changed nothing
+    expected = made(torch.cat([text, more], 1)).logits[:, 12:]
+    assert torch.allclose(made(more, past_key_values=cache).logits, expected, atol=1e-5)
 
 
 def test_a_batch_of_unequal_prompts_is_each_alone() -> None:

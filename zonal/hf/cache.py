@@ -244,9 +244,8 @@ class ZonalCache(OperatorCache):
         if self._recorded is None or tokens_to_remove > 0:
             raise _no_records(self, tokens_to_remove)
         left = -tokens_to_remove
+        _check_recorded(self, left, sum(read.x.shape[1] for read in self._recorded))
         while left:
-            if not self._recorded:
-                raise _too_old(self, left, tokens_to_remove)
             last = self._recorded.pop()
             kept = max(0, last.x.shape[1] - left)
             left -= last.x.shape[1] - kept
@@ -382,11 +381,12 @@ class MemoryCache(OperatorCache):
         """As in every cache. The tokens of a call that are kept are absorbed again."""
         if self._records is None or tokens_to_remove > 0:
             raise _no_records(self, tokens_to_remove)
-        for layer in range(len(self._pasts)) if tokens_to_remove else ():
-            left, records = -tokens_to_remove, self._records.get(layer, [])
+        of_layers = [self._records.get(layer, []) for layer in range(len(self._pasts))]
+        for records in of_layers:
+            _check_recorded(self, -tokens_to_remove, sum(read.k.shape[2] for read in records))
+        for layer, records in enumerate(of_layers):
+            left = -tokens_to_remove
             while left:
-                if not records:
-                    raise _too_old(self, left, tokens_to_remove)
                 last = records.pop()
                 kept = max(0, last.k.shape[2] - left)
                 left -= last.k.shape[2] - kept
@@ -430,11 +430,12 @@ def _no_records(cache: OperatorCache, given: int) -> ArgumentError:
     )
 
 
-def _too_old(cache: OperatorCache, left: int, given: int) -> ArgumentError:
-    return ArgumentError(
-        f"{type(cache).__name__}.crop: {left} of {-given} tokens were read before the cache recorded. Call "
-        "activate_past_recording() earlier."
-    )
+def _check_recorded(cache: OperatorCache, asked: int, recorded: int) -> None:
+    if asked > recorded:
+        raise ArgumentError(
+            f"{type(cache).__name__}.crop: {asked - recorded} of {asked} tokens were read before the cache recorded. "
+            "Call activate_past_recording() earlier."
+        )
 
 
 def _mask(x: Tensor, real: Tensor | None) -> Tensor:
