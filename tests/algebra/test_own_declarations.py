@@ -1,7 +1,9 @@
 """Scores, links and anchors that a user declares: what may be declared, and that every path computes it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -165,6 +167,41 @@ def test_a_declaration_is_a_dataclass() -> None:
 
     with pytest.raises(ArgumentError, match=r"class Plain must be a frozen dataclass"):
         zonal.Operator(link=Plain())
+
+    @dataclass
+    class Melted(link.Link):
+        def value(self, x: Tensor, c: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ArgumentError, match=r"class Melted must be a frozen dataclass"):
+        zonal.Operator(link=Melted())
+
+
+@dataclass(frozen=True)
+class Knots(link.Link):
+    """l(x) = 1 + x^2, with a field of any kind."""
+
+    positive = True
+
+    at: object = ()
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return 1 + x.square()
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], {"a": 1.0}, torch.ones(2), np.ones(2), np.float32(1), ((1.0, []),)])
+def test_fields_are_plain_values(value: object) -> None:
+    """Calls failed with "unhashable type", or a memory could not be saved after it was filled."""
+    with pytest.raises(ArgumentError, match=r"Knots: at must be a number.* Write a list as a tuple"):
+        zonal.Operator(score.Cosine(), Knots(value))
+
+
+@pytest.mark.parametrize("value", [1, 2.0, "text", None, ((1.0, 2.0), 3), link.Yat(eps=1.0)])
+def test_plain_values_are_kept_in_files(value: object, tmp_path: Path) -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    memory = zonal.Memory.empty(zonal.Operator(score.Cosine(), Knots(value)), 1, 2, 4, 4).absorb(k, v)
+    memory.save(tmp_path / "memory")
+    torch.testing.assert_close(zonal.Memory.load(tmp_path / "memory").read(q), memory.read(q))
 
 
 @pytest.mark.parametrize("value", [1.0, torch.tensor(1.0)])

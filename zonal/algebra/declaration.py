@@ -262,7 +262,7 @@ def require_positive(name: str, value: float | None, why: str = "", *, optional:
 
 def require_finite(part: Declaration) -> None:
     """Raise ArgumentError for a number of a declaration, or of one inside it, that is infinite or NaN: outputs would be
-    NaN, and files cannot hold it.
+    NaN, and files cannot hold it. Also for a value of a user's declaration that files cannot hold or that has no hash.
     """
     assert dataclasses.is_dataclass(part)
     for field in dataclasses.fields(part):
@@ -272,6 +272,17 @@ def require_finite(part: Declaration) -> None:
                 require_finite(each)
             finite = not isinstance(each, float) or math.isfinite(each)
             require(finite, f"{type(part).__name__}: {field.name} must be finite, received {value!r}.")
+        require(
+            _of_library(type(part)) or _is_plain(value),
+            f"{type(part).__name__}: {field.name} must be a number, a text, None, a declaration, or a tuple of these, "
+            f"received {value!r}. Write a list as a tuple; tensors are for initial() and fixed().",
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Declaration)
 
 
 def require_one_of(name: str, value: object, valid: Iterable[object]) -> None:

@@ -108,7 +108,7 @@ class Operator(nn.Module):
                     f"Operator: a {kind.__name__.lower()} is required, received {value!r}. "
                     f"See zonal.{kind.__name__.lower()} for the choices."
                 )
-            if not is_dataclass(value):
+            if not is_dataclass(value) or value.__hash__ is None:
                 raise ArgumentError(
                     f"Operator: class {type(value).__name__} must be a frozen dataclass. Write "
                     "@dataclass(frozen=True) above it."

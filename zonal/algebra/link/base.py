@@ -76,7 +76,7 @@ class Link(Declaration, abstract=True):
         raise NotImplementedError(f"{type(self).__name__} is not a polynomial")
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
-        """l(x), elementwise."""
+        """l(x), elementwise, of the type of x. x is not changed."""
         raise NotImplementedError(f"{type(self).__name__}.value")
 
     def at(self, x: Tensor) -> Tensor:
