@@ -31,6 +31,10 @@ def test_files_that_are_none(tmp_path):
     idx.write(labels, torch.arange(3))
     with pytest.raises(FileFormatError, match=r"as many labels .* for 'train', received \(4, 4, 3\) and \(3,\)"):
         fashion_mnist(tmp_path)
+    idx.folder(tmp_path, PIXELS, torch.arange(6), 2)
+    idx.write(tmp_path / "t10k-images-idx3-ubyte.gz", PIXELS[4:, :2])
+    with pytest.raises(FileFormatError, match=r"one size \(H, W\), received \(4, 3\) for 'train' and \(2, 3\) for"):
+        fashion_mnist(tmp_path)  # sequences of test pictures had other lengths than the task said
     data = pixels.read_bytes()
     for broken in (data[:-9], b"plain"):
         pixels.write_bytes(broken)

@@ -64,7 +64,14 @@ def fashion_mnist(folder: str | os.PathLike[str] = FASHION_MNIST) -> tuple[Image
 
     Raises: FileFormatError for files that are not there or damaged, and parts that do not fit together.
     """
-    return _part(Path(folder), "train"), _part(Path(folder), "t10k")
+    learnt, tested = _part(Path(folder), "train"), _part(Path(folder), "t10k")
+    sizes = [tuple(part.pixels.shape[1:]) for part in (learnt, tested)]
+    if sizes[0] != sizes[1] or 0 in sizes[0]:
+        raise FileFormatError(
+            f"images: the pictures in {folder} must have one size (H, W), received {sizes[0]} for 'train' and "
+            f"{sizes[1]} for 't10k'."
+        )
+    return learnt, tested
 
 
 def _part(folder: Path, name: str) -> Images:
