@@ -1,6 +1,7 @@
 """Links declared outside of the library, each in one class."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 import zonal
 from zonal.algebra.link import Link
 from zonal.formula import Formula
+from zonal.kernels.build import SETS, file_name
 
 
 @dataclass(frozen=True)
@@ -184,3 +186,11 @@ def test_torch_runs_what_a_formula_leaves_out(code: Formula) -> None:
 
     for a, b in zip(gradients(mine, "tiled"), gradients(exact, "dense"), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_any_text_names_a_formula() -> None:
+    """Its kernel was written outside of the cache, or a long name failed with an OSError."""
+    for name in ("../mine", "a/b", "", "long" * 100):
+        file = file_name(Formula(name, "x", "spread(1.f)"), "tile", SETS[-1])
+        assert Path(file).name == file
+        assert len(file) < 120

@@ -181,7 +181,8 @@ def _text(name: str) -> str:
 def file_name(code: Formula, source: str, isa: InstructionSet, *more: str) -> str:
     """The name of a library: its link, source and set, and a digest of its texts, its flags, and ``more``."""
     parts = (_text(f"{source}.cpp"), defines(code), " ".join(flags(isa)), sys.platform, platform.machine(), *more)
-    return f"{code.name}-{source}-{isa.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    name = re.sub(r"\W", "_", code.name)[:64]  # it is any text
+    return f"{name}-{source}-{isa.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 @functools.lru_cache(maxsize=8)
