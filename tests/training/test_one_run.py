@@ -323,6 +323,23 @@ def test_nan_in_the_gradient_names_the_layer(tmp_path):
     assert "none was written yet" in RunResult.read(tmp_path).message
 
 
+@pytest.mark.parametrize(("training", "done"), [(True, 6), (False, 10)])
+def test_what_a_layer_refuses_names_steps_and_checkpoint(tmp_path, training, done):
+    """As a ridge does where its kernel is not positive definite; the message was that of the layer alone."""
+    model = tiny_model()
+
+    def refuse(module, inputs):
+        if module.training == training:
+            raise NonFiniteError("Ridge: kernel + ridge is not positive definite.")
+
+    task = Poisoned(lambda: model.blocks[0].attention.register_forward_pre_hook(refuse), 6)
+    step = done // 4 * 4
+    told = rf"a layer failed after {done} of 12 steps: Ridge: .* definite\. Last good checkpoint: .* \(step {step}\)"
+    with pytest.raises(NonFiniteError, match=told) as caught:
+        train(model, task, tiny_config(), tmp_path)
+    assert RunResult.read(tmp_path).message == str(caught.value)
+
+
 def test_nan_in_a_parameter_is_named(tmp_path):
     model = tiny_model()
 

@@ -290,7 +290,8 @@ class _Run:
             min_ratio=config.min_lr_ratio,
         )
         batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
-        loss = self.processes.gradient(self.model, batch, config)
+        with self._named():
+            loss = self.processes.gradient(self.model, batch, config)
         if self.curriculum is not None:
             self.curriculum.hold(progress.step)
         norm = self.processes.clip(self.model, config.clip) if math.isfinite(loss) else math.nan
@@ -322,6 +323,15 @@ class _Run:
         where = self.processes.locate(self.model, batch, self.config, backward=backward)
         error = self._non_finite(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
         return NonFiniteError(f"{error} This update was not applied.")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What a layer refuses, such as a kernel that is not positive definite, as an error of the run."""
+        try:
+            yield
+        except NonFiniteError as error:
+            step = f"a layer failed after {self.progress.step} of {self.config.steps} steps"
+            raise self._non_finite(step, str(error).removesuffix(".")) from error
 
     def _non_finite(self, what: str, where: str) -> NonFiniteError:
         path = self.folder / (checkpoints.FILE if self.processes.whole_files else SHARDS)
@@ -390,7 +400,8 @@ class _Run:
         for batch in self._until_stopped(batches()):
             if batch is None:
                 return None
-            accumulate(predictor, batch, total, self.device)
+            with self._named():
+                accumulate(predictor, batch, total, self.device)
         if total.positions and not math.isfinite(loss := total.result()["loss"]):
             raise self._non_finite(
                 f"the {name} loss became {loss} after step {self.progress.step}", self._locate_in(batches())
