@@ -194,3 +194,34 @@ def test_any_text_names_a_formula() -> None:
         file = file_name(Formula(name, "x", "spread(1.f)"), "tile", SETS[-1])
         assert Path(file).name == file
         assert len(file) < 120
+
+
+@pytest.mark.parametrize(
+    ("domain", "temperature", "refused"),
+    [
+        ((0.0, 1.0), 1.0, r"defined on \[0, 1\] and score Cosine can leave it; use a link that is defined everywhere"),
+        ((-1.0, 1.0), 0.5, r"defined on \[-1, 1\] and score Cosine can leave it; use score\.Cosine\(\)"),
+        ((-4, 4), 0.5, None),
+        ((-float("inf"), float("inf")), 0.5, None),
+    ],
+)
+def test_scores_stay_within_a_domain(domain: tuple[float, float], temperature: float, refused: str | None) -> None:
+    """Scores below 0 were clamped with a gradient, and a domain beyond [-1, 1] was taken for that."""
+
+    @dataclass(frozen=True)
+    class Within(Even):
+        def value(self, x: Tensor, c: Tensor) -> Tensor:
+            return 5 + x
+
+    Within.domain = domain
+    operator = zonal.Operator(zonal.score.Cosine(temperature=temperature), Within(), zonal.anchor.Row())
+    q, k, v = torch.randn(3, 1, 2, 40, 5, dtype=torch.float64)
+    if refused is not None:
+        with pytest.raises(zonal.errors.ArgumentError, match=refused):
+            zonal.attention(q, k, v, operator)
+        return
+    cosines = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).mT
+    weights = 5 + cosines / temperature
+    for path in ("dense", "tiled"):
+        found = zonal.attention(q, k, v, operator, path=path)
+        torch.testing.assert_close(found, weights / weights.sum(-1, keepdim=True) @ v)

@@ -1,5 +1,6 @@
 """Which scores, links, anchors and priors cannot be combined, and what to take instead."""
 
+import math
 from collections.abc import Sequence
 
 from zonal.algebra.anchor import Anchor, Hierarchical, Ridge, Row, TopK
@@ -21,6 +22,20 @@ def leak(anchor: Anchor) -> str:
     return f"leaks the future: {why}. Leave it out, or use anchor.Row()"
 
 
+def leaves(score: Score, link: Link) -> str | None:
+    """Why a link is not defined on all scores, or None: only what leaves its domain by rounding is clamped to it."""
+    if link.domain is None:
+        return None
+    (low, high), reach = link.domain, math.inf if score.bound is None else score.bound
+    if low <= 1e-9 - (0.0 if score.positive else reach) and reach <= high + 1e-9:
+        return None
+    remedy = "score.Cosine() with temperature >= 1" if low <= -1 and high >= 1 else "a link that is defined everywhere"
+    return (
+        f"link {type(link).__name__} is defined on [{low:g}, {high:g}] and score {type(score).__name__} can leave it; "
+        f"use {remedy}"
+    )
+
+
 def refusal(
     score: Score, link: Link, anchor: Anchor, prior: Sequence[Prior], positive: bool, dim: int | None
 ) -> str | None:
@@ -29,11 +44,9 @@ def refusal(
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice is not None:
         return f"prior {twice.__name__} is declared twice; declare one of each type"
-    if link.domain is not None and (score.bound is None or score.bound > 1 + 1e-9):
-        return (
-            f"link {type(link).__name__} is defined on [-1, 1] and score {type(score).__name__} can "
-            "leave it; use score.Cosine() with temperature >= 1"
-        )
+    outside = leaves(score, link)
+    if outside is not None:
+        return outside
     signed = not positive and not (isinstance(anchor, Row) and anchor.allow_signed)
     if isinstance(anchor, Row | TopK) and signed:
         what = f"{type(score).__name__} scores" if link.linear else f"{type(link).__name__} values"
