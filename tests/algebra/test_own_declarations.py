@@ -144,6 +144,26 @@ def test_an_own_anchor_weighs_rows_on_every_path_and_in_memories(evidence: link.
 
 
 @dataclass(frozen=True)
+class Columns(anchor.Anchor):
+    """Weights that sum to one over the queries of a key."""
+
+    couples = True
+
+    def weights(self, blocks: anchor.Blocks) -> Tensor:
+        return blocks.qk.softmax(-2)
+
+
+def test_an_own_anchor_that_couples_queries_is_not_read_query_by_query() -> None:
+    operator = zonal.Operator(anchor=Columns())
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    torch.testing.assert_close(zonal.attention(q, k, v, operator), (q @ k.mT / 2).softmax(-2) @ v)
+    with pytest.raises(ArgumentError, match=r"must not be causal.*leaks the future"):
+        zonal.attention(q, k, v, operator, causal=True)
+    with pytest.raises(ArgumentError, match=r"a memory read query by query would give other answers"):
+        zonal.Memory.empty(operator, 1, 2, 4, 4)
+
+
+@dataclass(frozen=True)
 class RowSums(anchor.Anchor):
     """Sums in place of weights, a mistake that broadcasting would hide."""
 
