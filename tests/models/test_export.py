@@ -42,6 +42,12 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "hyperbolic_transport": (lambda: nn.Attention(DIM, 4, "hyperbolic_transport", causal=False), "data-dependent"),
     "rewa_topological": (lambda: nn.Prefill(nn.Attention(DIM, 4, "rewa_topological")), "constant"),
     "hierarchical": (lambda: nn.Attention(DIM, 4, "hierarchical", causal=False), "violated"),
+    **{
+        name: (functools.partial(lambda spec: nn.Prefill(nn.Attention(DIM, 4, spec)), name), "constant")
+        for name in (
+            "ska(fading=True)", "ska(running_max=True)", "ska(relative=0.05)", "ska(spectral_norm='power')",
+        )
+    },
 }  # fmt: skip
 
 
