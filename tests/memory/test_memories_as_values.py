@@ -78,6 +78,23 @@ def test_pieces_and_kinds_agree(name: str, padded: bool) -> None:
         close(other.read(q), expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_changes_in_place_is_no_other_object(name: str) -> None:
+    """What a verb returns, and what a decoder holds, is another memory, also where nothing was to be done."""
+    op, tokens, q = operator(name), span(), queries()
+    memory = tokens.into(empty(op))
+    nothing, decoder, expected = tokens.part(0, 0), memory.decoder(), memory.read(q)
+    for one in (
+        nothing.into(memory), memory.merge(empty(op)), memory.unnamed(), memory.close(), decoder.memory(),
+        zonal.attention(q[:, :, :0], nothing.k, nothing.v, op, causal=True, memory=memory)[1],
+    ):  # fmt: skip
+        one.absorb_(tokens.k, tokens.v)
+        close(memory.read(q), expected, 1e-12)
+        assert decoder.memory().count == memory.count == TOKENS
+    memory.absorb_(tokens.k, tokens.v)
+    close(decoder.memory().read(q), expected, 1e-12)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cut", [0, 8, 16, 23])
 @pytest.mark.parametrize("name", NAMES)

@@ -29,7 +29,7 @@ class StepDecoder(Decoder):
         if not isinstance(memory, Memory):
             raise ArgumentError(f"Decoder: a memory is required, received {type(memory).__name__}.")
         self.operator, self.form, self._device = memory.operator, memory.form, memory.form.device.type
-        self._held: Memory = memory
+        self._held: Memory = replace(memory)  # what absorb_ makes of the given one is not ours
         self._steps: Steps | None = None
         self._shapes = [x.shape for x in numbers_of(memory.operator)]
         self._devices = devices_of(memory.operator)
@@ -78,7 +78,7 @@ class StepDecoder(Decoder):
         return decays and all(x is None for x in given._replace(log_decay=None))
 
     def memory(self) -> Memory:
-        return self._held if self._steps is None else replace(self._steps.memory(), parts=self._held.parts)
+        return replace(self._held if self._steps is None else self._steps.memory(), parts=self._held.parts)
 
     @property
     def count(self) -> int:

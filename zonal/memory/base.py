@@ -233,7 +233,7 @@ class Memory(Readable):
                 "part of it."
             )
         if not self.parts and not other.parts:
-            return self.without(other)
+            return self.unnamed().without(other)
         return self._without_spans(other)
 
     def subtract_(self, other: "Memory") -> Self:

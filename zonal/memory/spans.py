@@ -116,13 +116,15 @@ class Spanned(abc.ABC):
     def close(self, mark: Mapping[str, Tensor] | None = None) -> Self:
         """The memory with its open span ended: tokens that come next belong to none."""
         if not self.parts:
-            return self
+            return replace(self)
         self._at_border("close")
         return replace(self, parts=(*self._closed(mark or {}), _nothing()))
 
     def unnamed(self) -> Self:
-        """The same memory without the record of its spans: smaller, and unable to forget them."""
-        return replace(self, parts=()) if self.parts else self
+        """The same memory without the record of its spans: smaller, and unable to forget them; another object in any
+        case.
+        """
+        return replace(self, parts=())
 
     def forget(self, span: str) -> Self:
         """The memory as if the tokens of a span had never come, those after it following those before it.
