@@ -36,7 +36,7 @@ class _Printed(TextStreamer):
 
     def ends(self, tokens: Tensor, scores: object) -> Tensor:
         """Whether the stop has come, for each sequence of ``generate``."""
-        return torch.full((len(tokens),), self.ended, device=tokens.device)
+        return torch.full((len(tokens),), self.ended, dtype=torch.bool, device=tokens.device)
 
 
 def print_continued(
