@@ -259,8 +259,8 @@ class KeyValues(Memory):
     def joined(
         self, other: Memory, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     ) -> Memory:
-        stays = isinstance(other, KeyValues) and (span or self.parts or other.parts or self.chunk)
-        if stays and self._parted_from(other):
+        stays = bool(span or self.parts or other.parts or self.chunk)
+        if stays and isinstance(other, KeyValues) and self._parted_from(other):
             raise ArgumentError(
                 f"Memory.merge: stack put {other.ahead.tolist()} tokens of padding before the rows of the other "
                 "memory, which would lie between its tokens and this one's. Merge before stacking"
