@@ -84,6 +84,25 @@ def test_a_link_without_small_powers():
         torch.testing.assert_close(zonal.attention(q, k, v, operator, causal=True, path=path), expected)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([0.0, 0.0, 2.0], r"Other: value must be the polynomial of monomials, received values 1 apart on \[-1, 1\]"),
+        ([0.0, 1.0], r"Other\.monomials: the coefficients of x\^0 to x\^2, \(3, 1, 1, 1\), were required"),
+    ],
+)
+def test_monomials_are_the_value(numbers: list[float], message: str) -> None:
+    """Sums of features took the one, and tiles the other, without a word."""
+
+    @dataclass(frozen=True)
+    class Other(Square):
+        def monomials(self, c: Tensor) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.float64).view(-1, 1, 1, 1)
+
+    with pytest.raises(zonal.errors.ArgumentError, match=message):
+        zonal.Operator(zonal.score.Dot(), Other(), zonal.anchor.Row())
+
+
 OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())
 
 

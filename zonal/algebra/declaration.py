@@ -57,7 +57,7 @@ REGISTRY: dict[str, type["Declaration"]] = {}
 
 def declared(*slots: str) -> dict[str, type["Declaration"]]:
     """The library's own types of some slots by name, in the order of definition: the names that a spec may use."""
-    return {name: kind for name, kind in REGISTRY.items() if kind.slot in slots and _of_library(kind)}
+    return {name: kind for name, kind in REGISTRY.items() if kind.slot in slots and of_library(kind)}
 
 
 class Declaration:
@@ -83,13 +83,13 @@ class Declaration:
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
-        if not _of_library(cls):
+        if not of_library(cls):
             _refuse_base(cls)
         if abstract or cls.__name__.startswith("_"):
             return
         known = REGISTRY.get(cls.__name__, cls)
         # a class of the library keeps its name; one of a user may be defined anew, as a notebook does
-        if _of_library(known) and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        if of_library(known) and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ArgumentError(
                 f"class {cls.__name__}: {known.__module__} declares a {known.slot} of this name, by which "
                 "configurations find it. Give the class another name, or one that begins with an underscore."
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _of_library(kind: type) -> bool:
+def of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "zonal"
 
 
@@ -156,7 +156,7 @@ def _refuse_base(kind: type[Declaration]) -> None:
     one that has a reserved name.
     """
     for base in kind.__mro__[1:]:
-        if not (_of_library(base) and issubclass(base, Declaration)) or base is Declaration:
+        if not (of_library(base) and issubclass(base, Declaration)) or base is Declaration:
             continue
         if base.slot == "prior":
             raise ArgumentError(
@@ -189,7 +189,7 @@ def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
         if key not in known:
             raise unknown_name("Operator.from_config", f"field of {name}", key, known)
     values = {key: _read(value, key) for key, value in fields.items()}
-    if _of_library(REGISTRY[name]):
+    if of_library(REGISTRY[name]):
         check_fields("Operator.from_config", REGISTRY[name], values)
     return REGISTRY[name](**values)
 
@@ -273,7 +273,7 @@ def require_finite(part: Declaration) -> None:
             finite = not isinstance(each, float) or math.isfinite(each)
             require(finite, f"{type(part).__name__}: {field.name} must be finite, received {value!r}.")
         require(
-            _of_library(type(part)) or _is_plain(value),
+            of_library(type(part)) or _is_plain(value),
             f"{type(part).__name__}: {field.name} must be a number, a text, None, a declaration, or a tuple of these, "
             f"received {value!r}. Write a list as a tuple; tensors are for initial() and fixed().",
         )

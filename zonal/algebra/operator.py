@@ -25,6 +25,7 @@ from zonal.algebra.declaration import (
     require_whole,
 )
 from zonal.algebra.link import Exp, Link
+from zonal.algebra.link.base import require_polynomial
 from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.refusals import refusal
 from zonal.algebra.score import Dot, Params, Score
@@ -133,6 +134,7 @@ class Operator(nn.Module):
                         f"Operator: initial() and fixed() of {type(part).__name__} must give tensors whose first axis "
                         f"runs over heads, received {key}={value!r}. One row, as torch.ones(1) is, serves all heads."
                     )
+        require_polynomial(link, start["link"] | drawn["link"])
         self._learned = {slot: tuple(values) for slot, values in start.items()}
         self._fixed = {slot: tuple(values) for slot, values in drawn.items()}
         self._kv_rows = {slot: frozenset(part.kv_rows) for slot, part in self._parts()}

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration
+from zonal.algebra.declaration import Declaration, of_library, require
 from zonal.algebra.score import Params
 from zonal.formula import Formula
 
@@ -106,6 +106,32 @@ class Link(Declaration, abstract=True):
         return self.coefficient_vjp(x, grad, c)
 
 
+def require_polynomial(link: Link, params: Params) -> None:
+    """Raise ArgumentError unless the ``monomials`` of a user's polynomial are its ``value``: paths use the one or the
+    other.
+    """
+    if link.degree is None or of_library(type(link)) or torch.compiler.is_compiling():
+        return
+    c = link.coefficients(params).detach()
+    found = link.monomials(c)
+    if found.device.type == "meta":
+        return
+    size = (link.degree + 1, max(1, c.shape[1]), 1, 1)
+    require(
+        tuple(found.shape) in (size, (size[0], 1, 1, 1)),
+        f"{type(link).__name__}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
+        f"{tuple(found.shape)}.",
+    )
+    x = torch.linspace(-1, 1, 2 * link.degree + 3, dtype=c.dtype, device=c.device).expand(1, size[1], 1, -1)
+    value = link.value(x, c)
+    apart = (sum(row * x**power for power, row in enumerate(found)) - value).abs().max()
+    require(
+        bool(apart <= 1e-6 * (1 + value.abs().max())),
+        f"{type(link).__name__}: value must be the polynomial of monomials, received values {float(apart):.3g} apart "
+        "on [-1, 1]. Correct one of the two.",
+    )
+
+
 def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of sum(grad * value(x, c)) with respect to x and c."""
     with torch.enable_grad():
@@ -116,4 +142,4 @@ def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, g
     return torch.autograd.grad(found, inputs, grad.expand(found.shape), allow_unused=True, materialize_grads=True)
 
 
-__all__ = ["NO_COEFFICIENTS", "Link"]
+__all__ = ["NO_COEFFICIENTS", "Link", "require_polynomial"]
