@@ -1,5 +1,7 @@
 """Comparisons of models in which every token sees the whole sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from zonal import report
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, TextEncoder, build, language_model
 from zonal.tasks import MaskedText, Text
-from zonal.training import Comparison, ComparisonSpec, TrainConfig, load_model
+from zonal.training import Comparison, ComparisonSpec, TrainConfig, load_model, train
 
 OPERATORS = ("softmax", "hierarchical(sizes=(4,))")
 
@@ -70,8 +72,15 @@ def test_models_of_both_kinds():
         made.predict(torch.zeros(1, 4).long(), torch.zeros(1, 4).long(), piece=2)
 
 
-def test_task_and_model_agree():
+def test_task_and_model_agree(tmp_path):
     with pytest.raises(ArgumentError, match=r"model.causal must be that of the task \(False\), got True"):
         specification(causal=True)
     with pytest.raises(ArgumentError, match=r"must be that of the task \(True\), got False"):
         specification(Text(length=24), causal=False)
+    for task, causal in ((Text(length=24), False), (MaskedText(length=24), True)):
+        model = language_model(replace(specification(task).model, causal=causal), 0)
+        with pytest.raises(
+            ArgumentError, match=f"causal={task.causal} is required, as the task says, got causal={causal}"
+        ):
+            train(model, task, TrainConfig(steps=1), tmp_path)
+    assert not list(tmp_path.iterdir())

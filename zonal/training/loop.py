@@ -88,14 +88,20 @@ def train(
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run, the folder is that of a comparison or a search,
-            ``keep_best`` where the run has lost its best weights, or ``stop_at_accuracy`` for a task without accuracy.
+        ArgumentError: the model is not causal as the task is, resume=False and the folder holds a run, the folder is
+            that of a comparison or a search, ``keep_best`` where the run has lost its best weights, or
+            ``stop_at_accuracy`` for a task without accuracy.
             FolderInUseError, a kind of it: another process uses the folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
         InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
             written.
     """
     config.check_metric("train", task.metric)
+    if model.config.causal != task.causal:
+        raise ArgumentError(
+            f"train: a model with causal={task.causal} is required, as the task says, got causal={model.config.causal}."
+            " An encoder would see what it is to predict, and a decoder half of what it may."
+        )
     folder = Path(directory)
     check_threads("train", threads)
     processes = processes or OneProcess()
