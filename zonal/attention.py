@@ -152,12 +152,10 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         )
     check_draws("attention", memory.operator, call.operator)
     check_memory(call, memory)
-    given, memory = memory, memory.unnamed() if memory.parts else memory
+    given, memory = memory, memory.unnamed()
     call = resumed(call, memory)
     y, after = run(choose(call, path), call)
     assert after is not None
-    if after is memory:  # no tokens came; what is returned is another object all the same
-        after = memory.unnamed()
     after.warn_of_drift(given.count, stacklevel=_CALLER + 1)
     return y, given.recorded(after, call.new_tokens) if given.parts else after
 

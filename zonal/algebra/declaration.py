@@ -148,6 +148,7 @@ def _plain(value: Any) -> Any:
 
 
 def of_library(kind: type) -> bool:
+    """Whether a class is the library's own, not a user's."""
     return kind.__module__.partition(".")[0] == "zonal"
 
 
@@ -260,16 +261,16 @@ def require_positive(name: str, value: float | None, why: str = "", *, optional:
         raise ArgumentError(f"{name} must be > 0{reason}{other}, received {value!r}.")
 
 
-def require_finite(part: Declaration) -> None:
-    """Raise ArgumentError for a number of a declaration, or of one inside it, that is infinite or NaN: outputs would be
-    NaN, and files cannot hold it. Also for a value of a user's declaration that files cannot hold or that has no hash.
+def require_storable(part: Declaration) -> None:
+    """Raise ArgumentError for a field of a declaration, or of one inside it, that files cannot hold: a number that is
+    infinite or NaN, of which outputs would be NaN, and in a user's declaration a list, an array or the like.
     """
     assert dataclasses.is_dataclass(part)
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, Declaration):
-                require_finite(each)
+                require_storable(each)
             finite = not isinstance(each, float) or math.isfinite(each)
             require(finite, f"{type(part).__name__}: {field.name} must be finite, received {value!r}.")
         require(

@@ -20,8 +20,8 @@ from zonal.algebra.declaration import (
     Move,
     expand_rows,
     from_config,
-    require_finite,
     require_one_of,
+    require_storable,
     require_whole,
 )
 from zonal.algebra.link import Exp, Link
@@ -114,7 +114,7 @@ class Operator(nn.Module):
                     f"Operator: class {type(value).__name__} must be a frozen dataclass. Write "
                     "@dataclass(frozen=True) above it."
                 )
-            require_finite(value)
+            require_storable(value)
         self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
         self.spec = spec or self.name

@@ -22,7 +22,7 @@ def leak(anchor: Anchor) -> str:
     return f"leaks the future: {why}. Leave it out, or use anchor.Row()"
 
 
-def leaves(score: Score, link: Link) -> str | None:
+def outside_domain(score: Score, link: Link) -> str | None:
     """Why a link is not defined on all scores, or None: only what leaves its domain by rounding is clamped to it."""
     if link.domain is None:
         return None
@@ -44,7 +44,7 @@ def refusal(
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice is not None:
         return f"prior {twice.__name__} is declared twice; declare one of each type"
-    outside = leaves(score, link)
+    outside = outside_domain(score, link)
     if outside is not None:
         return outside
     signed = not positive and not (isinstance(anchor, Row) and anchor.allow_signed)

@@ -242,8 +242,8 @@ class CausalLM(LanguageModel):
         finished = torch.zeros(memory.batch, dtype=torch.bool, device=logits.device)
         rows = [torch.empty(memory.batch, 0, dtype=torch.int64, device=logits.device)]
         decoder = self.decoder(memory)
-        parts = [part.memory for layer in memory.layers for part in (layer, *layer.others)]
-        apart = not any(part.parts or part.chunk for part in parts)  # else rows must stay of one length
+        held = [part.memory for layer in memory.layers for part in (layer, *layer.others)]
+        ragged = not any(each.parts or each.chunk for each in held)  # these need rows of one length
         stopped: dict[int, ModelMemory] = {}
         for _ in range(max_new_tokens):
             drawn = sampler.draw(logits, generator)
@@ -255,8 +255,9 @@ class CausalLM(LanguageModel):
             finished = finished | ending
             if bool(finished.all()):
                 break
-            if apart:
-                stopped |= {row: decoder.memory().gather([row]) for row in ending.nonzero().flatten().tolist()}
+            if ragged and bool(ending.any()):
+                now = decoder.memory()
+                stopped |= {row: now.gather([row]) for row in ending.nonzero().flatten().tolist()}
         after = decoder.memory()
         if stopped:  # without the padding that the other rows' tokens were for them
             after = after.scatter(list(stopped), ModelMemory.stack(list(stopped.values())))

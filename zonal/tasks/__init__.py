@@ -11,14 +11,40 @@ from zonal.tasks.masked import MaskedText
 from zonal.tasks.mqar import MQAR, Segment, multiquery_ar
 from zonal.tasks.periodic import Periodic
 from zonal.tasks.pixels import Pixels
-from zonal.tasks.registry import from_config, identity, kind_of, names, resolve, restored
+from zonal.tasks.registry import checked_config, from_config, kind_of, names, resolve, restored
 from zonal.tasks.relations import Ancestors, Paths
 from zonal.tasks.settings import TaskSettings
 from zonal.tasks.task import IGNORED, Batch, Examined, Guess, Task
 from zonal.tasks.text import Text
 
 __all__ = [
-    "IGNORED", "MQAR", "Algorithmic", "Ancestors", "Batch", "Examined", "Expressions", "Glosses", "Guess", "Lookup",
-    "MaskedText", "Paths", "Periodic", "Pixels", "Retrieval", "Segment", "Shape", "Stage", "Task", "TaskSettings",
-    "Text", "from_config", "grid", "identity", "kind_of", "multiquery_ar", "names", "resolve", "restored",
+    "IGNORED",
+    "MQAR",
+    "Algorithmic",
+    "Ancestors",
+    "Batch",
+    "Examined",
+    "Expressions",
+    "Glosses",
+    "Guess",
+    "Lookup",
+    "MaskedText",
+    "Paths",
+    "Periodic",
+    "Pixels",
+    "Retrieval",
+    "Segment",
+    "Shape",
+    "Stage",
+    "Task",
+    "TaskSettings",
+    "Text",
+    "checked_config",
+    "from_config",
+    "grid",
+    "kind_of",
+    "multiquery_ar",
+    "names",
+    "resolve",
+    "restored",
 ]  # fmt: skip

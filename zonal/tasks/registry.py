@@ -371,7 +371,7 @@ def from_config(config: dict[str, Any]) -> Task:
         ) from error
 
 
-def identity(call: str, task: Task) -> dict[str, Any]:
+def checked_config(call: str, task: Task) -> dict[str, Any]:
     """``task.config()`` as it is read back from JSON.
 
     Raises: ArgumentError for what is no object of JSON, and for a type of one's own whose "task" names one of the
@@ -398,7 +398,7 @@ def restored(config: dict[str, Any], given: Task | None) -> Task:
 
     Raises: FileFormatError when a task that the library does not know has another configuration.
     """
-    mine = None if given is None else identity("tasks", given)
+    mine = None if given is None else checked_config("tasks", given)
     if given is not None and mine == config:
         return given
     if mine is not None and mine.get("task") not in _KINDS:

@@ -27,7 +27,7 @@ from zonal.models import CausalLM, LanguageModel
 from zonal.models.layers import entry_of
 from zonal.names import known_names
 from zonal.store import read_header, remove_parts
-from zonal.tasks.registry import identity
+from zonal.tasks.registry import checked_config
 from zonal.tasks.task import Batch, Examinee, Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inspect
@@ -131,7 +131,7 @@ def _environment() -> dict[str, str]:
 
 def run_identity(model: LanguageModel, task: Task, config: TrainConfig) -> dict[str, Any]:
     """What must agree for two runs to be the same run, as JSON."""
-    return {"model": model.config.to_dict(), "task": identity("train", task), "training": config.trajectory()}
+    return {"model": model.config.to_dict(), "task": checked_config("train", task), "training": config.trajectory()}
 
 
 def _check_room(model: LanguageModel, task: Task, config: TrainConfig, device: torch.device, processes: int) -> None:
@@ -296,7 +296,7 @@ class _Run:
             min_ratio=config.min_lr_ratio,
         )
         batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
-        with self._named():
+        with self._naming_the_step():
             loss = self.processes.gradient(self.model, batch, config)
         if self.curriculum is not None:
             self.curriculum.hold(progress.step)
@@ -331,7 +331,7 @@ class _Run:
         return NonFiniteError(f"{error} This update was not applied.")
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _naming_the_step(self) -> Iterator[None]:
         """What a layer refuses, such as a kernel that is not positive definite, as an error of the run."""
         try:
             yield
@@ -406,7 +406,7 @@ class _Run:
         for batch in self._until_stopped(batches()):
             if batch is None:
                 return None
-            with self._named():
+            with self._naming_the_step():
                 accumulate(predictor, batch, total, self.device)
         if total.positions and not math.isfinite(loss := total.result()["loss"]):
             raise self._non_finite(

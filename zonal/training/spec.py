@@ -186,7 +186,7 @@ class ComparisonSpec:
         training = self.training.trajectory()
         del training["learning_rate"], training["seed"]
         values = {
-            "task": tasks.identity("ComparisonSpec", self.task),
+            "task": tasks.checked_config("ComparisonSpec", self.task),
             "model": _stored_model(self.model),
             "training": training,
             "operators": self.operators,

@@ -68,7 +68,7 @@ def refusal(call: Call) -> Reason:
     """Why torch runs in the kernels' place, or None."""
     far = far_of(call.bound).bound
     code, device, dtype = tile.code_of(far.link), call.device.type, call.coefficients.dtype
-    if (reason := tile.no_formula(far, code, device)) is not None:
+    if (reason := tile.missing_formula(far, code, device)) is not None:
         return reason
     near = tile.code_of(call.bound.link)
     return TILE.refusal(device, dtype, lambda: _unfit(call), code=near) or SUMS.refusal(

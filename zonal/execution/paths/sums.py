@@ -43,7 +43,7 @@ def refusal(call: Call) -> Reason:
 
 
 def _unfit(call: Call, code: Formula | None) -> Reason:
-    reason = tile.no_formula(call.bound, code, call.device.type) or tile.other_anchor(call)
+    reason = tile.missing_formula(call.bound, code, call.device.type) or tile.other_anchor(call)
     if reason is not None:
         return reason
     if call.bias.slope is not None:

@@ -71,7 +71,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
     if code is None and not score.bilinear:
         return f"link {type(link).__name__} has no formula for it with score {type(score).__name__} (link Exp has)"
-    if (reason := no_formula(call.bound, code, call.device.type)) is not None:
+    if (reason := missing_formula(call.bound, code, call.device.type)) is not None:
         return reason
     if (reason := other_anchor(call)) is not None:
         return reason
@@ -85,7 +85,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     return too_wide(call.shape.dim, call.shape.value_dim, 0 if reduction is None else reduction.extra)
 
 
-def no_formula(bound: Bound, code: Formula | None, device: str) -> Reason:
+def missing_formula(bound: Bound, code: Formula | None, device: str) -> Reason:
     """The refusal of a link whose formula is not there, or leaves out what the kernel of the device reads."""
     name = type(bound.link).__name__
     if code is None:

@@ -216,7 +216,7 @@ class SearchSpec(SearchSettings):
         """What must agree for a folder to be this search, as JSON."""
         names = ("kinds", "palette", "budget_seconds", *(field.name for field in dataclasses.fields(SearchSettings)))
         values = {
-            "task": tasks.identity("SearchSpec", self.task),
+            "task": tasks.checked_config("SearchSpec", self.task),
             "model": self.model.to_dict(),
             "training": {name: value for name, value in self.training.trajectory().items() if name != "seed"},
             "seeds": self.seeds,
