@@ -149,6 +149,18 @@ def test_unbind_takes_no_more_than_it_must() -> None:
     assert left[0].tokens[2] is None
 
 
+@pytest.mark.parametrize("name", ["softmax", "softmax-window", "softmax-alibi", "ridge-window"])
+def test_unbind_keeps_the_padding_that_was_absorbed(name: str) -> None:
+    """Tokens merged in front of it are as far away as before."""
+    op, q, before = operator(name), queries()[:1], alone(operator(name), 4, 3)
+    mask = torch.arange(6)[None] >= 2
+    user = empty(op).gather([0]).absorb(draw(1, KV, 6, DIM, seed=1), draw(1, KV, 6, VALUE, seed=2), mask)
+    for others in ([], [alone(op, 9, 5)]):
+        left = Memory.stack([user, *others]).unbind()[0]
+        assert (left.count, left.nbytes) == (user.count, user.nbytes)
+        assert torch.equal(before.merge(left).read(q), before.merge(user).read(q))
+
+
 @pytest.mark.parametrize("name", ["softmax", "softmax-window", "softmax-alibi", "ridge-window", "local_global"])
 def test_tokens_before_stacked_rows_are_as_near_as_before_each_row(name: str, tmp_path: Path) -> None:
     """The padding that stack gave the shorter rows does not come between, whichever way the memory went."""

@@ -309,12 +309,9 @@ class KeyValues(Memory):
     def trimmed(self) -> Self:
         if self.parts or self.chunk is not None:
             return self
-        held = self.tokens.with_mask()
-        assert held.mask is not None
-        gone, spare = self.count - held.length, int(self.ahead)
-        if spare >= gone:  # else padding that is held may be behind real tokens that are not, and keeps its place
-            padding = int(torch.cummax(held.mask[0].to(torch.uint8), 0).values.eq(0).sum())
-            held, spare = held.span(padding, held.length), gone + padding
+        held, spare = self.tokens, int(self.ahead)
+        gone = self.count - held.length  # what a window has let go of, the padding first
+        held = held.span(max(0, spare - gone), held.length)
         return replace(self._holding(held.unmasked(), self.count - spare), ahead=torch.zeros_like(self.ahead))
 
     def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
