@@ -1,5 +1,6 @@
 """Scores, links and anchors that a user declares: what may be declared, and that every path computes it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,33 @@ def test_what_kernels_read_is_not_declared(base: type, name: str) -> None:
     """A link that said log_space was passed over for exp; such anchors failed inside of the planner and tiles."""
     with pytest.raises(ArgumentError, match=rf"class Mine: {name} says which kernels compute a {base.slot}"):
         type("Mine", (base,), {name: True})
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        (lambda self, q, k: Manhattan.pair(self, q, k)[:, :1], r"\(1, 1, 9, 9\) of torch\.float32"),
+        (lambda self, q, k: -k.abs().sum(-1)[..., None, :], r"\(1, 2, 1, 9\) of torch\.float32"),
+        (lambda self, q, k: Manhattan.pair(self, q, k).double(), r"\(1, 2, 9, 9\) of torch\.float64"),
+    ],
+)
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+def test_a_score_gives_one_number_a_pair(given: Callable[..., Tensor], shape: str, path: str) -> None:
+    """The dense path gave the scores of one head to all, and other paths torch's errors."""
+    mine = dataclass(frozen=True)(type("Mine", (Manhattan,), {"pair": given}))
+    operator = zonal.Operator(mine(), link.Exp(), anchor.Row())
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    with pytest.raises(
+        ArgumentError, match=rf"score Mine: pair of q \(1, 2, 9, 4\).*\(1, 2, 9, 9\) of.*It gave {shape}"
+    ):
+        zonal.attention(q, k, v, operator, path=path)
+
+
+def test_scores_that_are_dot_products_have_no_pair_of_their_own() -> None:
+    """Sums took the dot product, and tiles the pair."""
+    mine = dataclass(frozen=True)(type("Mine", (Manhattan,), {"bilinear": True}))
+    with pytest.raises(ArgumentError, match=r"bilinear = True of score Mine says .* and it has a method pair"):
+        zonal.Operator(mine(), link.Identity(), anchor.Raw())
 
 
 @dataclass(frozen=True)

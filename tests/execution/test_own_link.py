@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,10 @@ def test_a_link_without_small_powers():
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ([0.0, 0.0, 2.0], r"Other: value must be the polynomial of monomials, received values 1 apart on \[-1, 1\]"),
+        (
+            [0.0, 0.0, 2.0],
+            r"Other: value must be the polynomial of monomials, received values 0.751 apart on",
+        ),
         ([0.0, 1.0], r"Other\.monomials: the coefficients of x\^0 to x\^2, \(3, 1, 1, 1\), were required"),
     ],
 )
@@ -101,6 +105,53 @@ def test_monomials_are_the_value(numbers: list[float], message: str) -> None:
 
     with pytest.raises(zonal.errors.ArgumentError, match=message):
         zonal.Operator(zonal.score.Dot(), Other(), zonal.anchor.Row())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"derivative": lambda self, x, c: x}, r"Other: derivative must be that of value as autograd finds it"),
+        ({"value": lambda self, x, c: x.square().float()}, r"Other\.value: one number for each score, of its type"),
+        (
+            {"value": lambda self, x, c: x.square().mean(-1)},
+            r"\(1, 1, 1, 14\) of torch\.float64\. Received \(1, 1",
+        ),
+        ({"value": lambda self, x, c: x.mul_(x)}, r"Other\.value: the scores were changed in place"),
+        (
+            {"value": lambda self, x, c: x**3, "degree": None},
+            r"Other: positive = True requires l\(x\) >= 0",
+        ),
+    ],
+)
+def test_a_link_is_what_it_says(given: dict[str, Any], message: str) -> None:
+    """Tiles use the derivative, the dense path does not: gradients were those of the path that ran."""
+    other = dataclass(frozen=True)(type("Other", (Square,), given))
+    with pytest.raises(zonal.errors.ArgumentError, match=message):
+        zonal.Operator(zonal.score.Dot(), other(), zonal.anchor.Row())
+
+
+def test_the_gradient_of_coefficients_is_that_of_the_value() -> None:
+    def twice(self: Link, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        return 2 * Link.coefficient_vjp(self, x, grad, c)
+
+    other = dataclass(frozen=True)(type("Other", (Cauchy,), {"coefficient_vjp": twice}))
+    with pytest.raises(zonal.errors.ArgumentError, match=r"Other: coefficient_vjp must be that of value"):
+        zonal.Operator(zonal.score.Cosine(), other(), zonal.anchor.Row())
+
+
+@pytest.mark.parametrize("domain", [(0.0, float("inf")), (float("-inf"), 0.0), (3.0, 4.0), None])
+def test_a_link_is_asked_inside_of_its_domain(domain: tuple[float, float] | None) -> None:
+    """Its slope may be infinite at an end, and its value undefined outside."""
+
+    class Root(Link):
+        def value(self, x: Tensor, c: Tensor) -> Tensor:
+            return (x - (domain or (0.0,))[0] if domain != (float("-inf"), 0.0) else -x).sqrt()
+
+        def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+            return (-0.5 if domain == (float("-inf"), 0.0) else 0.5) / self.value(x, c)
+
+    Root.domain = domain
+    zonal.Operator(zonal.score.Dot(), dataclass(frozen=True)(Root)(), zonal.anchor.Row())
 
 
 OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())

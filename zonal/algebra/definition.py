@@ -6,6 +6,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Blocks, Marginals
 from zonal.algebra.bound import Bound, Far
 from zonal.algebra.prior import Bias, Visibility
+from zonal.algebra.score.base import paired_scores
 from zonal.errors import ArgumentError
 
 
@@ -39,7 +40,7 @@ def _clamped(x: Tensor, low: float, high: float) -> Tensor:
 
 def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """log K for a link in log space, else K, without prior: prepared q (B, H, T, D), k (B, H, S, D) -> (B, H, T, S)."""
-    score = bound.score.pair(q, k)
+    score = paired_scores(bound.score, q, k)
     if bound.link.domain is not None:
         score = _clamped(score, *bound.link.domain)
     if bound.link.log_space:

@@ -20,12 +20,13 @@ from zonal.algebra.declaration import (
     Move,
     expand_rows,
     from_config,
+    require,
     require_one_of,
     require_storable,
     require_whole,
 )
 from zonal.algebra.link import Exp, Link
-from zonal.algebra.link.base import require_polynomial
+from zonal.algebra.link.base import require_consistent
 from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.refusals import refusal
 from zonal.algebra.score import Dot, Params, Score
@@ -134,7 +135,12 @@ class Operator(nn.Module):
                         f"Operator: initial() and fixed() of {type(part).__name__} must give tensors whose first axis "
                         f"runs over heads, received {key}={value!r}. One row, as torch.ones(1) is, serves all heads."
                     )
-        require_polynomial(link, start["link"] | drawn["link"])
+        require(
+            not score.bilinear or type(score).pair is Score.pair,
+            f"Operator: bilinear = True of score {type(score).__name__} says that scores are dot products of prepared "
+            "vectors, and it has a method pair. Leave one of the two out.",
+        )
+        require_consistent(link, start["link"] | drawn["link"])
         self._learned = {slot: tuple(values) for slot, values in start.items()}
         self._fixed = {slot: tuple(values) for slot, values in drawn.items()}
         self._kv_rows = {slot: frozenset(part.kv_rows) for slot, part in self._parts()}

@@ -106,29 +106,55 @@ class Link(Declaration, abstract=True):
         return self.coefficient_vjp(x, grad, c)
 
 
-def require_polynomial(link: Link, params: Params) -> None:
-    """Raise ArgumentError unless the ``monomials`` of a user's polynomial are its ``value``: paths use the one or the
-    other.
+def require_consistent(link: Link, params: Params) -> None:
+    """Raise ArgumentError unless a user's link is what it says, at points of its domain. Some paths use the ``value``,
+    others its ``derivative`` or ``monomials``.
     """
-    if link.degree is None or of_library(type(link)) or torch.compiler.is_compiling():
+    if of_library(type(link)) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
-    c = link.coefficients(params).detach()
-    found = link.monomials(c)
-    if found.device.type == "meta":
+    name, c = type(link).__name__, link.coefficients(params).detach()
+    if c.device.type == "meta":
         return
-    size = (link.degree + 1, max(1, c.shape[1]), 1, 1)
-    require(
-        tuple(found.shape) in (size, (size[0], 1, 1, 1)),
-        f"{type(link).__name__}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
-        f"{tuple(found.shape)}.",
-    )
-    x = torch.linspace(-1, 1, 2 * link.degree + 3, dtype=c.dtype, device=c.device).expand(1, size[1], 1, -1)
+    low, high = link.domain or (-1.0, 1.0)
+    low, high = max(low, min(-1.0, high - 2)), min(high, max(1.0, low + 2))
+    # an even number of points, so that none is a kink at the middle; none is an end, where a slope may be infinite
+    points = torch.linspace(low, high, 16, dtype=c.dtype, device=c.device)[1:-1]
+    x = points.expand(1, max(1, c.shape[1]), 1, -1).clone()
     value = link.value(x, c)
-    apart = (sum(row * x**power for power, row in enumerate(found)) - value).abs().max()
     require(
-        bool(apart <= 1e-6 * (1 + value.abs().max())),
-        f"{type(link).__name__}: value must be the polynomial of monomials, received values {float(apart):.3g} apart "
-        "on [-1, 1]. Correct one of the two.",
+        value.shape == x.shape and value.dtype == x.dtype,
+        f"{name}.value: one number for each score, of its type, was required: {tuple(x.shape)} of {x.dtype}. Received "
+        f"{tuple(value.shape)} of {value.dtype}. Compute elementwise, and convert constants with .to(x).",
+    )
+    require(torch.equal(x, points.expand_as(x)), f"{name}.value: the scores were changed in place. Return new ones.")
+    require(
+        not link.positive or not bool((value < 0).any()),
+        f"{name}: positive = True requires l(x) >= 0, received {float(value.min()):.3g}. Leave it out.",
+    )
+
+    def agree(what: str, found: Tensor, exact: Tensor) -> None:
+        apart = (found - exact).abs().nan_to_num(0.0, posinf=0.0)  # a pole, or outside of where l is defined
+        require(
+            bool((apart <= 1e-6 * (1 + exact.abs().nan_to_num())).all()),
+            f"{name}: {what}, received values {float(apart.max()):.3g} apart on [{low:g}, {high:g}]. Correct one of "
+            "the two.",
+        )
+
+    slope, by_coefficients = _gradient(link.value, x, c, torch.ones_like(x))
+    agree("derivative must be that of value as autograd finds it", link.derivative(x, c), slope)
+    if c.numel():
+        found = link.coefficient_vjp(x, torch.ones_like(x), c)
+        agree("coefficient_vjp must be that of value as autograd finds it", found, by_coefficients)
+    if link.degree is None:
+        return
+    monomials, size = link.monomials(c), (link.degree + 1, x.shape[1], 1, 1)
+    require(
+        tuple(monomials.shape) in (size, (size[0], 1, 1, 1)),
+        f"{name}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
+        f"{tuple(monomials.shape)}.",
+    )
+    agree(
+        "value must be the polynomial of monomials", value, sum(row * x**power for power, row in enumerate(monomials))
     )
 
 
@@ -142,4 +168,4 @@ def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, g
     return torch.autograd.grad(found, inputs, grad.expand(found.shape), allow_unused=True, materialize_grads=True)
 
 
-__all__ = ["NO_COEFFICIENTS", "Link", "require_polynomial"]
+__all__ = ["NO_COEFFICIENTS", "Link", "require_consistent"]

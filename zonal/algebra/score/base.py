@@ -53,6 +53,17 @@ def prepared_keys(score: "Score", k: Tensor, params: Params) -> Tensor:
     return x
 
 
+def paired_scores(score: "Score", q: Tensor, k: Tensor) -> Tensor:
+    """``pair`` of q and k. Raises: ArgumentError unless it gives one number for each pair, of their type."""
+    found, expected = score.pair(q, k), (*q.shape[:-1], k.shape[-2])
+    if tuple(found.shape) != expected or found.dtype != q.dtype:
+        raise ArgumentError(
+            f"score {type(score).__name__}: pair of q {tuple(q.shape)} and k {tuple(k.shape)} must give one number for "
+            f"each query and key, {expected} of {q.dtype}. It gave {tuple(found.shape)} of {found.dtype}."
+        )
+    return found
+
+
 def shared_product(x: Tensor, y: Tensor) -> Tensor:
     """x (B, H, T, N) times y (B, Hkv, N, M), head h of x with head h // (H / Hkv) of y, which is not repeated for it.
 
@@ -224,4 +235,7 @@ class Score(Declaration, abstract=True):
         return (grad @ k, grad.transpose(-1, -2) @ q) if self.bilinear else vjp(self.pair, q, k, grad)
 
 
-__all__ = ["Clipped", "Fused", "Params", "Score", "low_rank", "per_head", "prepared_keys", "shared_product", "unit"]
+__all__ = [
+    "Clipped", "Fused", "Params", "Score", "low_rank", "paired_scores", "per_head", "prepared_keys", "shared_product",
+    "unit",
+]  # fmt: skip

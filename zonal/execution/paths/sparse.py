@@ -17,6 +17,7 @@ from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
+from zonal.algebra.score.base import paired_scores
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
 from zonal.execution.paths.candidates import candidates, keys_of, search_of
@@ -168,7 +169,7 @@ def _meet(parts: _Parts, q: Tensor, k: Tensor, v: Tensor, found: Candidates, spa
     )
     place = head * keys + key
     asked, near = q[:, :, span, None], k.flatten(0, 2)[place]
-    score = parts.score.pair(asked, near)
+    score = paired_scores(parts.score, asked, near)
     return _Met(
         asked, near, v.flatten(0, 2)[place], place, score, score.masked_fill(~fresh.unsqueeze(-2), float("-inf"))
     )

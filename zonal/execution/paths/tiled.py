@@ -17,6 +17,7 @@ from zonal.algebra.anchor import PlanAnchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
+from zonal.algebra.score.base import paired_scores
 from zonal.execution.call import Call
 from zonal.execution.mask import expanded
 from zonal.execution.paths.tree import hierarchy_refusal
@@ -206,7 +207,7 @@ class _Tiles(NamedTuple):
         """S (b, H, t, s) for q (b, H, t, D), k (b, Hkv, s, D)."""
         parts = self.parts
         if not parts.score.bilinear:
-            score = parts.score.pair(q, expanded(k, parts.groups))
+            score = paired_scores(parts.score, q, expanded(k, parts.groups))
         else:
             q, shape = _grouped(q, parts.groups), (*q.shape[:3], k.shape[2])
             score = self.scratch.take("score", shape)
