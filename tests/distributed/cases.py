@@ -1,4 +1,5 @@
-"""Calls that several ranks and one process make alike: operators, layers and models, on plain, packed and padded input.
+"""Calls that several ranks and one process make alike: operators, layers and models, on plain, packed and padded input,
+and with biased keys.
 
     python cases.py RANKS FILE NAME...
 
@@ -81,7 +82,8 @@ def operator(name: str, form: str) -> Case:
     batch = 1 if form == "packed" else 2
     made = randomised(OPERATORS[name]().for_heads(4, 2, dim=5))
     q, k, v = torch.randn(batch, 4, TOKENS, 5), torch.randn(batch, 2, TOKENS, 5), torch.randn(batch, 2, TOKENS, 3)
-    inputs = {"q": (q, 2), "k": (k, 2), "v": (v, 2), "key_padding_mask": (_mask(form, batch), 1)}
+    bias = torch.randn(batch, 2, TOKENS) if form == "biased" else None
+    inputs = {"q": (q, 2), "k": (k, 2), "v": (v, 2), "key_padding_mask": (_mask(form, batch), 1), "key_bias": (bias, 2)}
 
     def call(given: Inputs) -> Tensor:
         offsets = OFFSETS if form == "packed" and active() is None else None
@@ -126,6 +128,11 @@ CASES: dict[str, Callable[[], Case]] = {
         for name in OPERATORS
         if not OPERATORS[name]().tags.couples
         for form in FORMS
+    },
+    **{
+        f"{name}/biased": partial(operator, name, "biased")
+        for name in OPERATORS
+        if not OPERATORS[name]().tags.couples and not OPERATORS[name]().tags.solves
     },
     **{f"layer {name}/{form}": partial(layer, make, form) for name, make in LAYERS.items() for form in FORMS},
 }

@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FAST = (
     "linear/padded", "retention/packed", "squared_affine/plain", "sko/padded", "ska-2/packed", "ska-fading/padded",
-    "local_global-first/packed", "softmax/packed", "yat-decay/plain", "softmax-alibi/padded", "softmax-window/plain",
-    "softmax-top/plain", "layer attention/padded", "layer mamba2/packed", "model", "bytes", "scanned", "silent",
+    "local_global-first/packed", "local_global-first/biased", "softmax/packed", "yat-decay/plain",
+    "softmax-alibi/padded", "softmax-window/plain", "softmax-top/plain",
+    "layer attention/padded", "layer mamba2/packed", "model", "bytes", "scanned", "silent",
     "means", "refusals",
 )  # fmt: skip
 """Each kind of memory and of message, each form of input, and a whole model."""

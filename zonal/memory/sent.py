@@ -12,11 +12,15 @@ from zonal.memory.windowed import WindowedSums
 
 
 def blank(memory: Memory, tokens: Tokens) -> Memory:
-    """An empty memory of sums as it becomes with such tokens: its sums fade if they bring a decay."""
+    """An empty memory of sums as it becomes with such tokens: its sums fade if they bring a decay, and the tokens that
+    it keeps have a bias if they bring one.
+    """
     if isinstance(memory, Sums) and tokens.log_decay is not None:
         return fading(memory)
     if isinstance(memory, WindowedSums):
-        return replace(memory, tokens=memory.tokens.completed(tokens._replace(mask=None)))
+        like = tokens._replace(mask=None)
+        opening = None if memory.opening is None else memory.opening.completed(like)
+        return replace(memory, tokens=memory.tokens.completed(like), opening=opening)
     return memory
 
 
