@@ -263,6 +263,9 @@ def refusals() -> str | None:
             attention(x, key_padding_mask=mask)
             with refusing(text):
                 call()
+    for offsets in ([0, 6], torch.tensor([0.0, 6.0]), torch.tensor([], dtype=torch.int64), torch.tensor(6)):
+        with refusing("cu_seqlens must be"), sequence_parallel(cu_seqlens=offsets):  # type: ignore[arg-type]
+            pass
     with refusing("must rise strictly"), sequence_parallel(cu_seqlens=torch.tensor([0, 4])):
         attention(x)
     with refusing("have batch 1"), sequence_parallel(cu_seqlens=torch.tensor([0, 4])):

@@ -18,6 +18,7 @@ from zonal.execution.call import Call
 from zonal.memory import Memory
 from zonal.stretch import Cut, Join, Stretch, Tensors
 from zonal.tracing import untraced
+from zonal.typed import check_tensors
 
 
 class SequenceParallel(Stretch):
@@ -27,6 +28,14 @@ class SequenceParallel(Stretch):
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, cu_seqlens: Tensor | None) -> None:
+        check_tensors("sequence_parallel", {"cu_seqlens": cu_seqlens}, optional=True)
+        if cu_seqlens is not None and (
+            cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point()
+        ):
+            raise ArgumentError(
+                "sequence_parallel: cu_seqlens must be a 1-d integer tensor of at least 2 offsets of the whole "
+                f"sequence, received {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
+            )
         self.ranks = Ranks(group)
         self._edges = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
         self._place: Layout | None = None
