@@ -25,6 +25,7 @@ def test_means_by_cell():
         Examined({"exact": [1.0]}, {"depth": [5, 5]}),
         Examined({"a": [1.0], "b": [1.0, 2.0]}, {}),
         Examined({}, {"depth": [5, 5]}),
+        Examined({"a": []}, {}),
     ],
 )
 def test_batches_that_do_not_fit(found):

@@ -84,3 +84,10 @@ def test_slices_need_one_value_an_example():
         Accumulator().add(
             torch.tensor([1]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.5]), 2, {"pairs": [1]}
         )
+
+
+@pytest.mark.parametrize("row", [-1, 2])
+def test_rows_outside_of_the_batch_are_refused(row):
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"rows must lie in 0\.\.1"):
+        Accumulator().add(one, one, row * one, one.double(), 2, {})

@@ -19,11 +19,11 @@ class Marks:
     def add(self, found: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[int | str]]]) -> None:
         """Add one batch: numbers of each row by name, and properties of each row by name, equal in all rows.
 
-        Raises: ArgumentError when rows differ in a slice, a number is missing for a row, or there is none at all.
+        Raises: ArgumentError when rows differ in a slice, a number is missing for a row, or there is nothing.
         """
         numbers, slices = found
         rows = {len(values) for values in (*numbers.values(), *slices.values())}
-        if len(rows) != 1 or not numbers:
+        if len(rows) != 1 or 0 in rows or not numbers:
             raise ArgumentError(
                 "examine: one number or more per row and equal slices in all rows of a batch are required, "
                 f"got the numbers {list(numbers)} and lists of lengths {sorted(rows)}."

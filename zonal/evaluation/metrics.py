@@ -102,11 +102,13 @@ class Accumulator:
                 "Accumulator.add: predicted, target, row and loss must be (N,), one entry a supervised position, "
                 f"received {', '.join(map(str, sizes))}."
             )
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < examples:
+            raise ArgumentError(
+                f"Accumulator.add: rows must lie in 0..{examples - 1}, got {int(rows.min())}..{int(rows.max())}."
+            )
         correct = (predicted.detach() == target).double().cpu()
         asked = torch.bincount(rows, minlength=examples)
         right = torch.bincount(rows, weights=correct, minlength=examples)
-        if asked.numel() != examples:
-            raise ArgumentError(f"Accumulator.add: rows must lie in 0..{examples - 1}, got {int(rows.max())}.")
         for name, values in slices.items():
             if len(values) != examples:
                 raise ArgumentError(
