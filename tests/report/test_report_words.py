@@ -45,6 +45,8 @@ def test_seconds(value, text):
         (0.98123, 0.0, "0.981 ± 0.000"),
         (0.8, 1.36e-16, "0.800 ± 0.000"),  # of three seeds with 0.8
         (1e-4, 1e-8, "0.00010 ± 0.00000"),
+        (4e-7, 1e-7, "4.0e-07 ± 1.0e-07"),
+        (2e9, 3e8, "2.0e+09 ± 3.0e+08"),
         (1.5, None, "1.500"),
         (None, None, "–"),
     ],
@@ -62,10 +64,17 @@ def test_spread_never_reads_as_zero(mean, deviation, text):
         (0.2, 1.3, "0.20 ± 1.30"),
         (1e-16, 0.0, "0"),
         (0.25, 2e-16, "0.25 ± 0.00"),
+        (4e-7, 1e-7, "4.0e-07 ± 1.0e-07"),
+        (2e9, 3e8, "2.0e+09 ± 3.0e+08"),
     ],
 )
 def test_margin(value, half, text):
     assert formats.margin(value, half) == text
+
+
+def test_a_difference_never_reads_as_zero():
+    found = [formats.difference(value) for value in (0.0, 1e-17, 4e-7, -0.0123, 0.5, 2e9)]
+    assert found == ["0", "0", "4.0e-07", "0.012", "0.50", "2.0e+09"]
 
 
 def test_sparkline_follows_the_curve():

@@ -10,33 +10,39 @@ MISSING = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # a difference, or a share of a mean: what is smaller came from the last digits of floating-point numbers
 _ROUNDING = 1e-9
+_PLAIN, _LARGE = 5e-6, 1e6
+"""What is smaller or larger reads as zero with five decimals, or is a long number; it is in scientific form."""
 
 
 def number(value: float | None, decimals: int = 3) -> str:
     """A plain number with a fixed count of decimals; very small or large ones in scientific form."""
     if value is None:
         return MISSING
-    if value != 0 and (abs(value) >= 1e6 or abs(value) < 10**-decimals / 2):
+    if value != 0 and (abs(value) >= _LARGE or abs(value) < 10**-decimals / 2):
         return f"{value:.2e}"
     return f"{value:.{decimals}f}"
 
 
 def difference(value: float) -> str:
-    """A positive difference with two significant digits, so that it never reads 0.000."""
-    if value == 0:
+    """A positive difference with two significant digits, so that it never reads 0.000; one that is rounding is 0."""
+    if abs(value) < _ROUNDING:
         return "0"
+    if not _PLAIN <= abs(value) < _LARGE:
+        return f"{abs(value):.1e}"
     decimals = min(6, max(2, 1 - math.floor(math.log10(abs(value)))))
     return f"{abs(value):.{decimals}f}"
 
 
 def margin(value: float, half: float) -> str:
-    """``0.0031 ± 0.0002``: a difference and half of its interval with the same decimals, the coarser of which shows."""
+    """``0.0031 ± 0.0002``: a difference and half of its interval with the same decimals, the coarser of which shows;
+    very small or large ones in scientific form.
+    """
     value, half = (0.0 if abs(number) < _ROUNDING else number for number in (value, half))
     if value == 0 and half == 0:
         return "0"
     smaller = min(abs(number) for number in (value, half) if number)
     decimals = min(5, max(2, -math.floor(math.log10(smaller))))
-    return f"{abs(value):.{decimals}f} ± {half:.{decimals}f}"
+    return _plus_minus(abs(value), half, decimals)
 
 
 def told_apart(a: float, b: float) -> tuple[str, str]:
@@ -65,7 +71,8 @@ def date(text: str) -> str:
 
 
 def spread(mean: float | None, deviation: float | None, decimals: int = 3) -> str:
-    """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed.
+    """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed; very
+    small or large ones in scientific form.
 
     A deviation that is rounding counts as zero.
     """
@@ -75,7 +82,14 @@ def spread(mean: float | None, deviation: float | None, decimals: int = 3) -> st
         return number(mean, decimals)
     if _ROUNDING * abs(mean) < deviation < 10**-decimals / 2:
         decimals = min(5, 1 - math.floor(math.log10(deviation)))
-    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
+    return _plus_minus(mean, deviation, decimals)
+
+
+def _plus_minus(value: float, half: float, decimals: int) -> str:
+    top = max(abs(value), half)
+    if top and not _PLAIN <= top < _LARGE:
+        return f"{value:.1e} ± {half:.1e}"
+    return f"{value:.{decimals}f} ± {half:.{decimals}f}"
 
 
 def rate(value: float | None) -> str:
