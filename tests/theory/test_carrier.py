@@ -206,6 +206,14 @@ def test_numbers_beyond_the_range_of_exp():
     same(pushforward(log * 30, f, g, LogSumExp(1e-3)), pushforward(log * 30, f, g, Max()), 1e-6)
 
 
+def test_means_of_short_types_are_summed_in_float32():
+    """In float16 the sum 0 + 1 + ... + 999 overflows."""
+    together = Factor(torch.zeros(1000, dtype=torch.int64), 1)
+    merged = together.merged(torch.arange(1000.0)[:, None].half(), torch.ones(1000, dtype=torch.float16))
+    assert merged.dtype == torch.float16
+    assert abs(float(merged) - 499.5) <= 0.25
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_merged_keys_commute_with_conditionals(seed):
     log, g, same_queries = kernel(seed=seed), onto(9, 4, seed), Factor.identity(7)

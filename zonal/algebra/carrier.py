@@ -89,9 +89,9 @@ class Factor:
     def merged(self, values: Tensor, mass: Tensor) -> Tensor:
         """The mean of values (..., n, P) per bucket, weighted by mass (..., n): (..., size, P).
 
-        A bucket whose mass is all 0 gets the plain mean of its members.
+        A bucket whose mass is all 0 gets the plain mean of its members. Sums are in float32 or better.
         """
-        mass = mass[..., None]
+        mass = mass[..., None].to(torch.promote_types(mass.dtype, torch.float32))
         mass = torch.where(self.pulled(self.total(mass)) > 0, mass, 1)
         return (self.total(values * mass) / self.total(mass)).to(values.dtype)
 
