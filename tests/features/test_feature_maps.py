@@ -16,6 +16,7 @@ from zonal.features import (
     FeatureMap,
     Fourier,
     Hadamard,
+    Harmonics,
     LearnedExp,
     LowRankSquare,
     Nystrom,
@@ -452,6 +453,15 @@ def test_no_tokens_and_no_sequences(name: str, shape: tuple[int, ...]) -> None:
     assert slope.shape == shape
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_distil_trains_without_gradients_around_it(mode) -> None:
+    features = LearnedExp(8)
+    with mode():
+        start, q = features.prepare(3, dtype=torch.float64), units(1, 1, 8, 3)
+        found = distil(features, start, q, q, torch.exp, steps=2)
+    assert not torch.equal(found["key_weight"], start["key_weight"])
+
+
 def test_nothing_to_learn() -> None:
     with pytest.raises(ArgumentError, match="nothing to learn"):
         distil(square(), {}, units(1, 1, 4, 3), units(1, 1, 4, 3), torch.exp)
@@ -478,7 +488,11 @@ def test_nothing_to_learn() -> None:
         (lambda: PositiveRandom(4, -1.0), "s must be >= 0"),
         (lambda: Fourier(5), "even size"),
         (lambda: Fourier(4, 0.0), "width must be > 0"),
-        (lambda: RandomMaclaurin(4, degree=7), "degree must be from 1 to 6"),
+        (lambda: RandomMaclaurin(4, degree=7), "degree must be a whole number of at most 6"),
+        (lambda: TensorSketch(4, degree=2.0), "degree must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Harmonics(2.0), "degree must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Anchors(4).prepare(5.0), "dim must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Anchors(1, "kmeans").prepare(2, keys=torch.tensor([[1.0, math.nan]])), "finite keys are required"),
         (lambda: TensorSketch(0), "size must be a whole number >= 1"),
         (lambda: Anchors(0), "count must be a whole number >= 1"),
         (lambda: Anchors(4, "grid"), "choice must be 'random'"),  # type: ignore[arg-type]
@@ -501,7 +515,7 @@ def test_nothing_to_learn() -> None:
         (lambda: Anchors(4, "kmeans").prepare(DIM), "at least 4 keys per head are required, received none"),
         (lambda: LowRankSquare(3, choice="pca").prepare(DIM, keys=units(2, DIM)), "received 2"),
         (lambda: Anchors(4).prepare(DIM, 2, keys=units(3, 9, DIM)), "keys must be"),
-        (lambda: Anchors(4).prepare(0), "dim >= 1"),
+        (lambda: Anchors(4).prepare(0), "dim must be a whole number >= 1"),
         (lambda: Anchors(4).prepare(DIM, dtype=torch.int64), "floating type"),
         (lambda: features_from_config({"type": "Anchor", "count": 4}), "Did you mean 'Anchors'"),
     ],

@@ -119,7 +119,7 @@ def test_served_link_is_its_features(of: link.Link, params: dict[str, torch.Tens
 
 
 def test_bad_degree() -> None:
-    with pytest.raises(ArgumentError, match="degree must be from 1 to 6"):
+    with pytest.raises(ArgumentError, match="degree must be a whole number of at most 6"):
         SymmetricPowers(7)
     with pytest.raises(ArgumentError, match="lowest must be 0 or 1"):
         SymmetricPowers(2, 2)

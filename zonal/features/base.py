@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Anchor, Row
-from zonal.algebra.declaration import Declaration, require
+from zonal.algebra.declaration import Declaration, require, require_whole
 from zonal.algebra.score import FeatureLayer
 from zonal.errors import ArgumentError, PathError
 
@@ -91,7 +91,7 @@ class Source:
         return q.mT.reshape(self.heads, -1, self.dim)[:, :count].contiguous()
 
     def need_keys(self, call: str, at_least: int) -> Tensor:
-        """The keys. Raises: ArgumentError when there are none or too few."""
+        """The keys. Raises: ArgumentError when there are none or too few, and for NaN and infinity."""
         if self.stand_in:
             return self.units("stand-in", at_least)
         if self.keys is None or self.keys.shape[-2] < at_least:
@@ -100,6 +100,10 @@ class Source:
                 f"{call}: at least {at_least} keys per head are required, received {have}. "
                 "Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim)."
             )
+        require(
+            bool(self.keys.isfinite().all()),
+            f"{call}: finite keys are required, received NaN or infinity. Leave them out.",
+        )
         return self.keys
 
 
@@ -218,9 +222,8 @@ class FeatureMap(Declaration, abc.ABC, abstract=True):
 
 
 def _check_sizes(call: str, dim: int, heads: int) -> None:
-    require(
-        dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}."
-    )
+    require_whole(f"{call}: dim", dim)
+    require_whole(f"{call}: heads", heads)
 
 
 def stream(seed: int, name: str) -> torch.Generator:

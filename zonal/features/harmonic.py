@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 from zonal.tracing import concrete, constant
 
@@ -30,7 +30,7 @@ class Harmonics(FeatureMap):
     degree: int
 
     def __post_init__(self) -> None:
-        require(0 <= self.degree <= 6, f"Harmonics: degree must be from 0 to 6, received {self.degree}.")
+        require_whole("Harmonics: degree", self.degree, 0, 6)
 
     def sizes(self, dim: int) -> tuple[int, ...]:
         """How many features each degree has."""

@@ -89,6 +89,8 @@ def rows(kernel: Tensor, causal: bool, delta: float = 0.0) -> Tensor:
     return kernel / torch.where(total == 0, torch.inf, total)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def distil(
     features: FeatureMap,
     buffers: Mapping[str, Tensor],
@@ -105,12 +107,15 @@ def distil(
     Adam minimises |W - W*|^2 / |W*|^2 over the weights of all rows, with a rate that falls linearly to zero. q, k (B,
     H, T, d) as the score prepares them.
 
+    It trains inside ``torch.no_grad`` and ``torch.inference_mode``, too.
+
     Raises: ArgumentError for a map without learned parts, NonFiniteError when the loss is not finite.
     """
     require(
         bool(features.learned),
         f"distil: {type(features).__name__} has nothing to learn; set its learn=True, or use LearnedExp.",
     )
+    q, k = q.detach().clone(), k.detach().clone()  # what inference mode has made takes no gradient
     with torch.no_grad():
         wanted = rows(kernel(q @ k.mT), causal)
     values = {name: value.detach().clone().requires_grad_(name in features.learned) for name, value in buffers.items()}
@@ -122,7 +127,7 @@ def distil(
         loss = (rows(features.query(q, values) @ features.key(k, values).mT, causal) - wanted).square().sum() / size
         if not bool(loss.isfinite()):
             raise NonFiniteError(
-                f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. "
+                f"distil: the loss of {type(features).__name__} is {float(loss.detach())} at step {step}. "
                 "Use a smaller rate, or unit vectors."
             )
         loss.backward()

@@ -150,7 +150,7 @@ class _Power(FeatureMap):
     def __post_init__(self) -> None:
         name = type(self).__name__
         require_whole(f"{name}: size", self.size, most=2**16)
-        require(1 <= self.degree <= 6, f"{name}: degree must be from 1 to 6, received {self.degree}.")
+        require_whole(f"{name}: degree", self.degree, most=6)
 
     def dimension(self, dim: int) -> int:
         return self.size

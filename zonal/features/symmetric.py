@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
 from zonal.tracing import constant, kept
 
@@ -36,7 +36,7 @@ class SymmetricPowers(FeatureMap):
     lowest: int = 0
 
     def __post_init__(self) -> None:
-        require(1 <= self.degree <= 6, f"SymmetricPowers: degree must be from 1 to 6, received {self.degree}.")
+        require_whole("SymmetricPowers: degree", self.degree, most=6)
         require(self.lowest in (0, 1), f"SymmetricPowers: lowest must be 0 or 1, received {self.lowest}.")
 
     def sizes(self, dim: int) -> tuple[int, ...]:
