@@ -147,6 +147,7 @@ def test_the_settings_of_the_paper():
         ([Stage(0, ())], {}, "stages with shapes"),
         ([Stage(0, (Shape("neddle", 1, 24),))], {}, "unknown kind 'neddle'. Did you mean 'needle'"),
         ([Stage(0, EASY)], {"transfer_shapes": (Shape("mqar", 9, 24),)}, "mqar with 9 pairs takes 44 tokens"),
+        ([Stage(0, EASY)], {"test_shapes": ()}, "at least one test shape is required"),
         ([Stage(0, EASY)], {"test_examples": 0}, "at least 1 example"),
         ([Stage(0, EASY)], {"seed": -1}, "a seed of at least 0"),
     ],

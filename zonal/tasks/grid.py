@@ -63,7 +63,8 @@ class Retrieval(Drawn[Shape]):
     same for every run. Slices: "task", "pairs" and "length".
     Metric: the share of right answers of a sequence, averaged over sequences; all shapes weigh the same.
 
-    Raises: ArgumentError when a kind is unknown, a shape cannot be made, or the stages are not in order.
+    Raises: ArgumentError when a kind is unknown, a shape cannot be made, the stages are not in order, or no
+    shape is tested.
     """
 
     stages: Sequence[Stage]
@@ -92,6 +93,11 @@ class Retrieval(Drawn[Shape]):
                 f"test_examples={self.test_examples}, transfer_examples={self.transfer_examples}, seed={self.seed}."
             )
         self.test_shapes = self.stages[-1].shapes if self.test_shapes is None else tuple(self.test_shapes)
+        if not self.test_shapes:
+            raise ArgumentError(
+                "Retrieval: at least one test shape is required, got none. Leave test_shapes out for those of the last "
+                "stage."
+            )
         self.transfer_shapes = tuple(self.transfer_shapes)
         self.words = words = Words(self.vocab_size)
         self.groups = ("marker", "noise", "key", "value"), (words.noise.start, words.keys.start, words.values.start)
