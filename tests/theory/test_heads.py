@@ -127,6 +127,13 @@ def test_anchors_without_a_probe_are_refused(name: str, words: str) -> None:
             call()
 
 
+@pytest.mark.parametrize("shape", [(5, 12), (0, 5, 12), (1, 0, 12)])
+def test_inputs_without_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    for call in (forms, maps):
+        with pytest.raises(ArgumentError, match=r"x \(batch, tokens, dim\) with at least one token is required"):
+            call(layer(), torch.zeros(shape), 1)  # type: ignore[operator]
+
+
 def test_signed_kernels_have_no_logarithm() -> None:
     with pytest.raises(ArgumentError, match="kernel of operator 'sko' may be negative"):
         layer("sko").evidence(inputs(1, 5, 12))

@@ -179,3 +179,7 @@ def test_what_is_no_relation_is_refused(call, words):
 
 def test_the_public_name():
     assert zonal.influence is influence
+
+
+def test_outputs_without_rows_have_no_support():
+    assert influence.support(lambda x: x, torch.randn(1, 0, 2)).shape == (1, 0, 0)

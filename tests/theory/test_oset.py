@@ -169,3 +169,7 @@ def test_bad_o_sets():
         OSet(lambda stage: torch.ones(2)).at(0)
     with pytest.raises(ArgumentError, match="at least one generator"):
         OSet.generated([], lambda stage: torch.ones(2, dtype=torch.bool))
+    logs = [lambda stage, n=n: torch.ones(n, dtype=torch.bool) for n in (2, 1)]
+    for generators, protocol in ((logs, logs[0]), (logs[:1], logs[1])):
+        with pytest.raises(ArgumentError, match=r"OSet\.generated: both must be on the same records"):
+            OSet.generated(generators, protocol).at(0)

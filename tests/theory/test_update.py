@@ -139,6 +139,9 @@ def test_gated_layers_are_plans_of_their_hidden_units():
         ),
         (lambda: mixed(-torch.ones(2, 1), [PlanUpdate(torch.ones(2, 1))]), "gate must be >= 0, received -1"),
         (lambda: mixed(torch.ones(2, 0), []), "is required"),
+        (lambda: mixed(torch.ones(2, 1), [PlanUpdate(torch.ones(3, 1))]), r"as many rows .* received 2 and \[3\]"),
+        (lambda: PlanUpdate(torch.ones(2, 3))(torch.ones(4, 5)), r"values \(\.\.\., 3, P\) are required"),
+        (lambda: PlanUpdate([[1.0]]), "weights must be a torch.Tensor"),  # type: ignore[arg-type]
         (
             lambda: feed_forward(torch.ones(1, 2), torch.ones(3, 2), "softplus"),
             "unknown activation 'softplus'.*gelu, relu, silu, tanh",

@@ -118,6 +118,7 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
     Raises:
         ArgumentError: ranks do not rise or exceed T, or ``refusal`` returns a reason.
     """
+    _check(layer, x, "forms")
     for rank in ranks:
         require_whole("theory.heads.forms: ranks", rank)
     require(
@@ -125,7 +126,6 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
         f"theory.heads.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, "
         f"received {tuple(ranks)}.",
     )
-    _check(layer, "forms")
     call = layer.called(x)
     kernels = enumerate(layer.evidence_of(call).unbind(1))
     return [_form(kernel, _probe(call, head), ranks, refine) for head, kernel in kernels]
@@ -134,17 +134,21 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
 @torch.no_grad()
 def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
     """The maps of each head for the first sequence of x (B, T, dim). Raises: as ``forms``."""
+    _check(layer, x, "maps")
     require_whole("theory.heads.maps: rank", rank)
     require(
         rank <= x.shape[1],
         f"theory.heads.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.",
     )
-    _check(layer, "maps")
     heads = zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)
     return [_maps(kernel, weights, rank) for kernel, weights in heads]
 
 
-def _check(layer: Attention, call: str) -> None:
+def _check(layer: Attention, x: Tensor, call: str) -> None:
+    require(
+        x.ndim == 3 and 0 not in x.shape[:2],
+        f"theory.heads.{call}: x (batch, tokens, dim) with at least one token is required, received {tuple(x.shape)}.",
+    )
     reason = refusal(layer.operator)
     if reason is not None:
         raise ArgumentError(f"theory.heads.{call}: {reason}. Its weights are layer.weights(x).")

@@ -102,7 +102,7 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         f"influence.support: a function to (..., tokens, P) with the leading axes of x {tuple(x.shape)} is required, "
         f"received {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}.",
     )
-    if not y.requires_grad:  # it does not depend on x at all
+    if not y.requires_grad or not y.shape[-2]:  # it does not depend on x at all, or has no rows
         return torch.zeros(*y.shape[:-1], x.shape[-2], dtype=torch.bool, device=x.device)
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
     rows = []

@@ -51,9 +51,11 @@ class OSet(Generic[Stage]):
         )
 
         def accepts(stage: Stage) -> Tensor:
-            return torch.stack([_flags("OSet.generated: a generator", log(stage)) for log in generators]).any(
-                0
-            ) & protocol(stage)
+            logged, *others = (_flags("OSet.generated: a generator", log(stage)) for log in generators)
+            for more in others:
+                logged = torch.logical_or(*_alike("generated", logged, more))
+            answer = _flags("OSet.generated: the protocol", protocol(stage))
+            return torch.logical_and(*_alike("generated", logged, answer))
 
         return cls(accepts)
 

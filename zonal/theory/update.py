@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require
 from zonal.errors import ArgumentError, unknown_name
+from zonal.typed import check_tensors
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -42,7 +43,9 @@ class PlanUpdate:
     weights: Tensor
 
     def __post_init__(self) -> None:
-        what, w = f"update.{type(self).__name__}", self.weights.detach()
+        what = f"update.{type(self).__name__}"
+        check_tensors(what, {"weights": self.weights})
+        w = self.weights.detach()
         require(
             w.ndim >= 2 and w.is_floating_point(),
             f"{what}: weights must be floating numbers (..., T, S), received {w.dtype} of shape {tuple(w.shape)}.",
@@ -55,6 +58,11 @@ class PlanUpdate:
 
     def __call__(self, values: Tensor) -> Tensor:
         """values (..., S, P), or (..., T, S, P) where they depend on the row -> (..., T, P)."""
+        require(
+            values.ndim >= 2 and values.shape[-2] == self.weights.shape[-1],
+            f"update.{type(self).__name__}: values (..., {self.weights.shape[-1]}, P) are required, one row for each "
+            f"column of the weights, received shape {tuple(values.shape)}.",
+        )
         if values.ndim == self.weights.ndim + 1:
             return (self.weights[..., None, :] @ values)[..., 0, :]
         return self.weights @ values
@@ -102,6 +110,11 @@ def mixed(gate: Tensor, parts: Sequence[PlanUpdate]) -> PlanUpdate:
     require(
         len(found) > 0 and gate.ndim >= 2 and gate.shape[-1] == len(found),
         f"update.mixed: a gate (..., T, {len(found)}) is required, a column a part, received {tuple(gate.shape)}.",
+    )
+    rows = [part.weights.shape[-2] for part in found]
+    require(
+        {gate.shape[-2], *rows} <= {1, max(gate.shape[-2], *rows)},
+        f"update.mixed: as many rows of the gate as of each part are required, received {gate.shape[-2]} and {rows}.",
     )
     if not bool((gate >= 0).all()):
         raise ArgumentError(f"update.mixed: gate must be >= 0, received {float(gate.detach().min()):g}.")
