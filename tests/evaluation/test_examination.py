@@ -33,6 +33,11 @@ def test_batches_that_do_not_fit(found):
         Marks().add(found)
 
 
+def test_numbers_that_are_not_finite_are_refused():
+    with pytest.raises(ArgumentError, match="finite numbers are required, received others for far"):
+        Marks().add(Examined({"exact": [1.0], "far": [float("nan")]}, {}))
+
+
 def test_the_model_is_put_back():
     class Task:
         def examine(self, model, batch_size):

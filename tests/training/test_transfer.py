@@ -66,6 +66,24 @@ def test_a_piece_has_a_token():
         TrainConfig(transfer_piece=0)
 
 
+def test_a_run_ends_where_longer_sequences_have_no_finite_loss(tmp_path, monkeypatch):
+    decoder = model()
+    predict = type(decoder).predict
+
+    def overflowing(self, tokens, targets, **options):
+        found = predict(self, tokens, targets, **options)
+        return found if tokens.shape[1] <= 12 else found._replace(loss=found.loss * torch.nan)
+
+    monkeypatch.setattr(type(decoder), "predict", overflowing)
+    result = train(decoder, TASK, CONFIG, tmp_path)
+    assert result.status == "done"
+    assert result.final is not None
+    short, long = result.final["transfer"]
+    assert short["loss"] > 0
+    assert long["loss"] is None
+    assert 0 <= long["accuracy"] <= 1
+
+
 def test_the_last_evaluation_has_every_cell(tmp_path):
     decoder = model()
     result = train(decoder, TASK, CONFIG, tmp_path)

@@ -2,6 +2,7 @@
 means by cell.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ class Marks:
     def add(self, found: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[int | str]]]) -> None:
         """Add one batch: numbers of each row by name, and properties of each row by name, equal in all rows.
 
-        Raises: ArgumentError when rows differ in a slice, a number is missing for a row, or there is nothing.
+        Raises: ArgumentError when rows differ in a slice, a number is missing for a row or not finite, or there is
+        nothing.
         """
         numbers, slices = found
         rows = {len(values) for values in (*numbers.values(), *slices.values())}
@@ -28,6 +30,8 @@ class Marks:
                 "examine: one number or more per row and equal slices in all rows of a batch are required, "
                 f"got the numbers {list(numbers)} and lists of lengths {sorted(rows)}."
             )
+        if odd := [name for name, values in numbers.items() if not all(map(math.isfinite, values))]:
+            raise ArgumentError(f"examine: finite numbers are required, received others for {', '.join(odd)}.")
         sums = self._sums.setdefault(cell_of("examine", slices), defaultdict(lambda: [0.0, 0.0]))
         for name, values in numbers.items():
             sums[name][0] += sum(values)

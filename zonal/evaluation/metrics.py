@@ -166,12 +166,13 @@ class Cells:
 
     def result(self) -> list[dict[str, Any]]:
         """One flat object a cell, in the order of first appearance: its slices, ``accuracy``, ``loss`` and
-        ``examples``.
+        ``examples``. The loss is None where it is not finite, as on sequences far longer than those of training.
         """
         found = []
         for key, total in self._found.items():
             values = total.result()
-            found.append({**dict(key), **{name: values[name] for name in ("accuracy", "loss", "examples")}})
+            loss = values["loss"] if math.isfinite(values["loss"]) else None
+            found.append({**dict(key), "accuracy": values["accuracy"], "loss": loss, "examples": values["examples"]})
         return found
 
 
