@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 
@@ -14,6 +15,8 @@ def flushed() -> Iterator[None]:
     A product with such a number takes a hundred times longer. Training meets them where attention is sharp: the
     gradients of keys that are hardly attended to are as small.
     """
+    # numpy before 2.4 looks for the smallest numbers once, and warns and keeps 0 where it does so with them flushed
+    np.finfo(np.float32), np.finfo(np.float64)
     # torch can set this and does not tell it
     before = not (torch.tensor(1e-39, dtype=torch.float32) * 1).item()
     torch.set_flush_denormal(True)

@@ -71,6 +71,18 @@ def test_threads_that_a_command_starts_take_subnormal_numbers_for_zero():
     assert done.stdout.strip() == "0"
 
 
+def test_numpy_finds_the_smallest_numbers_while_they_are_flushed():
+    """In a process of its own: numpy before 2.4 looks once, and warns where it finds 0."""
+    program = (
+        "import numpy; from zonal import subnormals\n"
+        "with subnormals.flushed():\n"
+        "    found = [numpy.finfo(kind) for kind in (numpy.float32, numpy.float64)]\n"
+        "print(all(kind.smallest_subnormal > 0 for kind in found))"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def test_first_interrupt_is_a_wish_second_is_at_once(request):
     # a shell that starts the suite in the background has it ignore the signal
     request.addfinalizer(
