@@ -1,6 +1,7 @@
 """The models as classes of transformers: same logits, Auto classes, files, generation, padding, packing, training."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def native(layers: tuple[str, ...] = PAIRS[0], seed: int = 0, **fields: Any) -> 
 
 def model(layers: tuple[str, ...] = PAIRS[0], seed: int = 0, **fields: Any) -> Any:
     return hf.ZonalForCausalLM.of(native(layers, seed, **fields)).eval()
+
+
+def checkpoint(made: Any) -> Callable[..., None]:
+    """Transformers' method that switches checkpoints of activations on; it has this name since 5.23."""
+    return getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -146,7 +152,7 @@ def test_hidden_states_of_images_and_checkpointed_gradients() -> None:
     for checkpointed in (False, True):
         made.zero_grad()
         if checkpointed:
-            made.activation_checkpointing_enable()
+            checkpoint(made)()
         made.train()(images, labels=labels).loss.backward()
         gradients.append([value.grad for value in made.parameters()])
     torch.testing.assert_close(*gradients)
@@ -296,13 +302,13 @@ def test_checkpointed_gradients_are_the_same(residual: str) -> None:
     for checkpointed in (False, True):
         made.zero_grad()
         if checkpointed:
-            made.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint(made)({"use_reentrant": False})
         assert len(made(tokens(2, 9), output_hidden_states=True).hidden_states) == 3
         made(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
         gradients.append([weight.grad.clone() for weight in made.parameters()])
     assert all(torch.allclose(*pair, atol=1e-7) for pair in zip(*gradients, strict=True))
     if residual == "dense":
-        made.activation_checkpointing_enable({"use_reentrant": True})
+        checkpoint(made)({"use_reentrant": True})
         with pytest.raises(ArgumentError, match="use_reentrant=False"):
             made(tokens(2, 9))
 
@@ -314,7 +320,7 @@ def test_checkpointed_gradients_through_a_cache_are_those_of_one_text(layers: tu
     for checkpointed in (False, True):
         made.zero_grad()
         if checkpointed:
-            made.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint(made)({"use_reentrant": False})
             cache = hf.ZonalCache()
             found = torch.cat([made(part, **{hf.CACHE: cache}).logits for part in text.split(4, 1)], 1)
         else:
@@ -322,7 +328,7 @@ def test_checkpointed_gradients_through_a_cache_are_those_of_one_text(layers: tu
         (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
         gradients.append([weight.grad.clone() for weight in made.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
-    made.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint(made)({"use_reentrant": True})
     with pytest.raises(ArgumentError, match=r"reads a cache.*use_reentrant=False"):
         made(text, **{hf.CACHE: cache})
 

@@ -322,6 +322,8 @@ def test_equals_transformers_mixer_with_its_weights(groups):
         use_bias=True,
     )
     theirs = modeling.Mamba2Mixer(config, 0)
+    if groups > 1 and not hasattr(theirs.norm, "group_size"):
+        pytest.skip("before 5.23 transformers normalises all groups at once")
     layer = Mamba2(24, state=16, head_dim=8, groups=groups, bias=True)
     layer.load_transformers(theirs.state_dict())
     u = torch.randn(2, 101, 24, requires_grad=True)
