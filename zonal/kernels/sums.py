@@ -269,7 +269,7 @@ def _point_at_tokens(call: Arguments, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
     """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
-    return batch, kv_heads, spec.dimension(dim), value_dim + (spec.anchor == "row")
+    return batch, kv_heads, spec.dimension(dim), value_dim + int(spec.anchor == "row")
 
 
 def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
