@@ -85,7 +85,9 @@ def test_logits_of_a_large_vocabulary_stay_below_64_mib():
     assert 4 * vocabulary * cross_entropy.chunk_rows(vocabulary) <= 32 * 2**20
     hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
     targets = torch.randint(vocabulary, (rows,))
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         cross_entropy_sum(hidden, weight, targets).backward()
     total = peak = 0
     for event in profile.profiler.kineto_results.events():

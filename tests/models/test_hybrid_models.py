@@ -221,6 +221,8 @@ def test_logits_and_gradients_of_transformers_model(tied):
         tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     theirs = modeling.Mamba2ForCausalLM(config)
+    if not hasattr(theirs.backbone.layers[0].mixer.norm, "group_size"):
+        pytest.skip("before 5.23 transformers normalises all groups at once")
     model = mamba2_from_transformers(config.to_dict(), theirs.state_dict())
     x = tokens(2, 51)
     expected, logits = theirs(x).logits, model(x)
