@@ -16,7 +16,8 @@ def flushed() -> Iterator[None]:
     gradients of keys that are hardly attended to are as small.
     """
     # numpy before 2.4 looks for the smallest numbers once, and warns and keeps 0 where it does so with them flushed
-    np.finfo(np.float32), np.finfo(np.float64)
+    for kind in (np.float32, np.float64):
+        np.finfo(kind)
     # torch can set this and does not tell it
     before = not (torch.tensor(1e-39, dtype=torch.float32) * 1).item()
     torch.set_flush_denormal(True)

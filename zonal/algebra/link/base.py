@@ -153,9 +153,8 @@ def require_consistent(link: Link, params: Params) -> None:
         f"{name}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
         f"{tuple(monomials.shape)}.",
     )
-    agree(
-        "value must be the polynomial of monomials", value, sum(row * x**power for power, row in enumerate(monomials))
-    )
+    polynomial = torch.stack([row * x**power for power, row in enumerate(monomials)]).sum(0)
+    agree("value must be the polynomial of monomials", value, polynomial)
 
 
 def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
