@@ -46,10 +46,10 @@ def of(reads: Sequence[Read], heads: int) -> FeatureSums:
     keys = torch.from_numpy(np.concatenate([each.keys for each in reads])).long()
     sizes = torch.from_numpy(np.concatenate([each.sizes for each in reads])).long()
     span = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    marks = torch.sparse_coo_tensor(
-        torch.stack([keys, span]), torch.ones(len(keys), dtype=torch.float32), (heads * KEY_DIM, len(sizes)),
-        check_invariants=True,
-    )  # fmt: skip
+    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns of the argument check_invariants
+        marks = torch.sparse_coo_tensor(
+            torch.stack([keys, span]), torch.ones(len(keys), dtype=torch.float32), (heads * KEY_DIM, len(sizes))
+        )
     state = torch.sparse.mm(marks, values).view_as(memory.state)
     return replace(memory, count=len(sizes), state=state)
 
