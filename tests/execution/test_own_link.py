@@ -90,7 +90,7 @@ def test_a_link_without_small_powers():
     [
         (
             [0.0, 0.0, 2.0],
-            r"Other: value must be the polynomial of monomials, received values 0.751 apart on",
+            r"Other: value must be the polynomial of monomials, received values 0\.751 apart",
         ),
         ([0.0, 1.0], r"Other\.monomials: the coefficients of x\^0 to x\^2, \(3, 1, 1, 1\), were required"),
     ],
@@ -110,7 +110,7 @@ def test_monomials_are_the_value(numbers: list[float], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"derivative": lambda self, x, c: x}, r"Other: derivative must be that of value as autograd finds it"),
+        ({"derivative": lambda self, x, c: x}, r"Other: derivative must be that of value by autograd"),
         ({"value": lambda self, x, c: x.square().float()}, r"Other\.value: one number for each score, of its type"),
         (
             {"value": lambda self, x, c: x.square().mean(-1)},
@@ -139,19 +139,35 @@ def test_the_gradient_of_coefficients_is_that_of_the_value() -> None:
         zonal.Operator(zonal.score.Cosine(), other(), zonal.anchor.Row())
 
 
-@pytest.mark.parametrize("domain", [(0.0, float("inf")), (float("-inf"), 0.0), (3.0, 4.0), None])
-def test_a_link_is_asked_inside_of_its_domain(domain: tuple[float, float] | None) -> None:
-    """Its slope may be infinite at an end, and its value undefined outside."""
+@dataclass(frozen=True)
+class Root(Link):
+    """The root of the distance to an end of the domain, where the slope is infinite."""
 
-    class Root(Link):
-        def value(self, x: Tensor, c: Tensor) -> Tensor:
-            return (x - (domain or (0.0,))[0] if domain != (float("-inf"), 0.0) else -x).sqrt()
+    end: float = 0.0
+    factor: float = 1.0
 
-        def derivative(self, x: Tensor, c: Tensor) -> Tensor:
-            return (-0.5 if domain == (float("-inf"), 0.0) else 0.5) / self.value(x, c)
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return (x - self.end).abs().sqrt()
 
-    Root.domain = domain
-    zonal.Operator(zonal.score.Dot(), dataclass(frozen=True)(Root)(), zonal.anchor.Row())
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.factor * (x - self.end).sign() / (2 * self.value(x, c))
+
+
+@pytest.mark.parametrize(
+    ("end", "domain"), [(0.0, (0.0, float("inf"))), (0.0, (float("-inf"), 0.0)), (3.0, (3.0, 4.0)), (0.0, None)]
+)
+def test_a_link_is_asked_inside_of_its_domain(end: float, domain: tuple[float, float] | None) -> None:
+    within = dataclass(frozen=True)(type("Within", (Root,), {"domain": domain}))
+    assert zonal.Operator(zonal.score.Dot(), within(end), zonal.anchor.Row(allow_signed=True)).link == within(end)
+    with pytest.raises(zonal.errors.ArgumentError, match=r"Within: derivative must be that of value by autograd"):
+        zonal.Operator(zonal.score.Dot(), within(end, 1.01), zonal.anchor.Row(allow_signed=True))
+
+
+def test_a_link_is_asked_in_inference_mode() -> None:
+    """There is no derivative then; the rest is checked."""
+    other = dataclass(frozen=True)(type("Other", (Square,), {"value": lambda self, x, c: 2 * x.square()}))
+    with torch.inference_mode(), pytest.raises(zonal.errors.ArgumentError, match=r"Other: value must be the polynom"):
+        zonal.Operator(zonal.score.Dot(), other(), zonal.anchor.Row())
 
 
 OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())

@@ -110,51 +110,65 @@ def require_consistent(link: Link, params: Params) -> None:
     """Raise ArgumentError unless a user's link is what it says, at points of its domain. Some paths use the ``value``,
     others its ``derivative`` or ``monomials``.
     """
-    if of_library(type(link)) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if of_library(type(link)) or torch.compiler.is_compiling():
         return
     name, c = type(link).__name__, link.coefficients(params).detach()
     if c.device.type == "meta":
         return
-    low, high = link.domain or (-1.0, 1.0)
-    low, high = max(low, min(-1.0, high - 2)), min(high, max(1.0, low + 2))
-    # an even number of points, so that none is a kink at the middle; none is an end, where a slope may be infinite
-    points = torch.linspace(low, high, 16, dtype=c.dtype, device=c.device)[1:-1]
-    x = points.expand(1, max(1, c.shape[1]), 1, -1).clone()
-    value = link.value(x, c)
+    x = _points(link, c)
+    given = x.clone()
+    value = link.value(given, c)
+    require(torch.equal(given, x), f"{name}.value: the scores were changed in place. Return new ones.")
     require(
         value.shape == x.shape and value.dtype == x.dtype,
         f"{name}.value: one number for each score, of its type, was required: {tuple(x.shape)} of {x.dtype}. Received "
         f"{tuple(value.shape)} of {value.dtype}. Compute elementwise, and convert constants with .to(x).",
     )
-    require(torch.equal(x, points.expand_as(x)), f"{name}.value: the scores were changed in place. Return new ones.")
     require(
         not link.positive or not bool((value < 0).any()),
         f"{name}: positive = True requires l(x) >= 0, received {float(value.min()):.3g}. Leave it out.",
     )
-
-    def agree(what: str, found: Tensor, exact: Tensor) -> None:
-        apart = (found - exact).abs().nan_to_num(0.0, posinf=0.0)  # a pole, or outside of where l is defined
-        require(
-            bool((apart <= 1e-6 * (1 + exact.abs().nan_to_num())).all()),
-            f"{name}: {what}, received values {float(apart.max()):.3g} apart on [{low:g}, {high:g}]. Correct one of "
-            "the two.",
-        )
-
-    slope, by_coefficients = _gradient(link.value, x, c, torch.ones_like(x))
-    agree("derivative must be that of value as autograd finds it", link.derivative(x, c), slope)
-    if c.numel():
-        found = link.coefficient_vjp(x, torch.ones_like(x), c)
-        agree("coefficient_vjp must be that of value as autograd finds it", found, by_coefficients)
-    if link.degree is None:
+    if link.degree is not None:
+        _require_equal(f"{name}: value must be the polynomial of monomials", value, _polynomial(link, x, c))
+    if torch.is_inference_mode_enabled():  # no derivatives there
         return
-    monomials, size = link.monomials(c), (link.degree + 1, x.shape[1], 1, 1)
+    ones = torch.ones_like(x)
+    slope, by_coefficients = _gradient(link.value, x, c, ones)
+    _require_equal(f"{name}: derivative must be that of value by autograd", link.derivative(x, c), slope)
+    if c.numel():
+        found = link.coefficient_vjp(x, ones, c)
+        _require_equal(f"{name}: coefficient_vjp must be that of value by autograd", found, by_coefficients)
+
+
+def _points(link: Link, c: Tensor) -> Tensor:
+    """Scores (1, H, 1, 14) within the domain, around 0 if they may be. An even number, so that none is a kink at the
+    middle; none is an end, where a slope may be infinite.
+    """
+    low, high = link.domain or (-1.0, 1.0)
+    low, high = max(low, min(-1.0, high - 2)), min(high, max(1.0, low + 2))
+    points = torch.linspace(low, high, 16, dtype=c.dtype, device=c.device)[1:-1]
+    return points.repeat(1, max(1, c.shape[1]), 1, 1)
+
+
+def _polynomial(link: Link, x: Tensor, c: Tensor) -> Tensor:
+    """What a user's ``monomials`` make of scores x. Raises: ArgumentError for another number of them."""
+    assert link.degree is not None
+    found, size = link.monomials(c), (link.degree + 1, x.shape[1], 1, 1)
     require(
-        tuple(monomials.shape) in (size, (size[0], 1, 1, 1)),
-        f"{name}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
-        f"{tuple(monomials.shape)}.",
+        tuple(found.shape) in (size, (size[0], 1, 1, 1)),
+        f"{type(link).__name__}.monomials: the coefficients of x^0 to x^{link.degree}, {size}, were required, received "
+        f"{tuple(found.shape)}.",
     )
-    polynomial = torch.stack([row * x**power for power, row in enumerate(monomials)]).sum(0)
-    agree("value must be the polynomial of monomials", value, polynomial)
+    return torch.stack([row * x**power for power, row in enumerate(found)]).sum(0)
+
+
+def _require_equal(what: str, found: Tensor, exact: Tensor) -> None:
+    """Raise ArgumentError for numbers that differ by more than rounding. Where one is not finite, at a pole or outside
+    of what a link is defined on, nothing is asked.
+    """
+    apart = (found - exact).abs().nan_to_num(0.0, posinf=0.0)
+    near = apart <= 1e-6 * (1 + exact.abs().nan_to_num())
+    require(bool(near.all()), f"{what}, received values {float(apart.max()):.3g} apart. Correct one of the two.")
 
 
 def _gradient(value: Callable[[Tensor, Tensor], Tensor], x: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
