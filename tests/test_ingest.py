@@ -12,6 +12,7 @@ import time
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -517,6 +518,25 @@ def test_a_dead_worker_costs_one_item(tmp_path):
     assert (tmp_path / "died").exists()
     with pytest.raises(ZonalError, match="processes died 4 times in a row"):
         list(mapped(always_ends, [1, 2, 3], 2))
+
+
+class Slow(list[Any]):
+    """Items that take a while to come, in which a process that was given an earlier one dies."""
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if isinstance(place, slice):
+            return (time.sleep(0.2) or each for each in found)
+        time.sleep(0.2)
+        return found
+
+
+def test_a_worker_may_die_before_all_items_are_given_out(tmp_path):
+    """The error of the pool ended the caller, or an item that was done was left out."""
+    items = Slow((str(tmp_path / "died"), number) for number in range(8))
+    assert list(mapped(ends_its_process, items, 2)) == [number * number for number in range(8)]
+    with pytest.raises(ZonalError, match="processes died 4 times in a row"):
+        list(mapped(always_ends, Slow([1, 2]), 2))
 
 
 def sleeps(number: int) -> int:

@@ -74,15 +74,15 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], workers: i
     context.set_forkserver_preload([function.__module__])
     while done < len(items):
         with ProcessPoolExecutor(workers, context, _begin) as pool:
-            running = deque(pool.submit(function, item) for item in items[done : done + 2 * workers])
-            try:
+            try:  # a process may die before all are submitted
+                running = deque(pool.submit(function, item) for item in items[done : done + 2 * workers])
                 while running:
                     found = running[0].result()
                     running.popleft()
                     done, deaths = done + 1, 0
+                    yield found  # before the next is submitted, which fails where a process has died
                     if done + len(running) < len(items):
                         running.append(pool.submit(function, items[done + len(running)]))
-                    yield found
             except BrokenProcessPool as error:
                 deaths += 1
                 if deaths > RETRIES:
