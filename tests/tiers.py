@@ -119,7 +119,7 @@ SLOW: frozenset[str] = frozenset(
         "test_benchmarks.py::test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel",
         "test_benchmarks.py::test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel",
         "test_benchmarks.py::test_the_sparse_benchmark_draws_what_tables_buy",
-        "test_ingest.py::test_a_dead_worker_costs_one_item",
+        "test_mapped.py::test_a_dead_worker_costs_one_item",
         "test_ingest.py::test_the_benchmark_counts_what_is_found",
         "test_ingest.py::test_two_workers_and_a_kill_give_the_same_bits",
         "test_benchmarks.py::test_peers_compute_the_same_function",
