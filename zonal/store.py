@@ -387,7 +387,9 @@ def _header(metadata: Mapping[str, str], target: Path, kind: str) -> dict[str, A
         raise FileFormatError(f"load {kind}: the header of {target} is damaged ({error}).") from error
     if not isinstance(header, dict) or header.get("kind") != kind:
         found = header.get("kind") if isinstance(header, dict) else header
-        raise FileFormatError(f"load {kind}: {target} holds a {found!r}, a {kind!r} was required.")
+        raise FileFormatError(
+            f"load {kind}: {target} holds a {found!r}, a {kind!r} was required. Read it with the load of what saved it."
+        )
     return header
 
 

@@ -86,6 +86,7 @@ def test_sparkline_follows_the_curve():
 
 def test_compact_numbers():
     assert [formats.compact(value) for value in (0, 999, 12_345, 2_500_000)] == ["0", "999", "12.3k", "2.5M"]
+    assert [formats.compact(value) for value in (999.4, 999.5, 999_499, -999_999)] == ["999", "1k", "999k", "-1M"]
     assert formats.rate(0.0003) == "0.0003"
     assert formats.rate(3e-5) == "3e-5"
     assert formats.tokens(131072) == "128k"

@@ -110,7 +110,7 @@ def compact(value: float | None) -> str:
     if value is None:
         return MISSING
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
+        if abs(value) >= 0.9995 * size:  # what rounds to 1000 of a unit is 1 of the next
             return f"{_three(value / size)}{unit}"
     return _three(value)
 
