@@ -63,7 +63,7 @@ def meta(name):
 
 def test_shapes_are_the_papers():
     def places(config):
-        return [i for i, spec in enumerate(config.layers) if spec.startswith("ska")]
+        return [i for i, spec in enumerate(config.layers, 1) if spec.startswith("ska")]
 
     small, middle, large = PRESETS.values()
     assert (small.dim, len(small.layers), small.heads, small.qk_dim, small.mlp, small.mlp_hidden) == (
@@ -90,7 +90,7 @@ def test_shapes_are_the_papers():
         "koopman",
         2048,
     )
-    assert [places(config) for config in (small, middle, large)] == [[2, 3], [3, 7, 11, 15], [8, 16]]
+    assert [places(config) for config in (small, middle, large)] == [[3, 4], [3, 7, 11, 15], [8, 16]]
 
 
 @pytest.mark.parametrize(

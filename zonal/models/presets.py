@@ -19,19 +19,19 @@ PRESETS: dict[str, ModelConfig] = {
         mlp_ratio=384 / 128, tie_embeddings=False
     ),
     "echo-50M": ModelConfig(
-        vocab_size=32000, dim=448, layers=((_MAMBA,) * 3 + ("ska(power=2)",)) * 4, heads=7, qk_dim=56, mlp="koopman",
-        mlp_ratio=1216 / 448
+        vocab_size=32000, dim=448, layers=(_MAMBA, _MAMBA, "ska(power=2)", _MAMBA) * 4, heads=7, qk_dim=56,
+        mlp="koopman", mlp_ratio=1216 / 448
     ),
     "echo-180M": ModelConfig(
         vocab_size=32000, dim=768,
-        layers=((_MAMBA,) * 8 + ("ska(power=2)",) + (_MAMBA,) * 7 + ("ska(power=2)",) + (_MAMBA,) * 7), heads=12,
-        qk_dim=48,
+        layers=((_MAMBA,) * 7 + ("ska(power=2)",)) * 2 + (_MAMBA,) * 8, heads=12, qk_dim=48,
         mlp="koopman", mlp_ratio=2048 / 768,
     ),
 }  # fmt: skip
 """Echo, arXiv 2605.06997, sections 3.4 and 4.1 and appendix G.2: Mamba-2 with a few layers of spectral Koopman
 attention (rank 24, 56, 48; the library's own ridge and bound of keys), a SwiGLU in the small one and Koopman MLPs in
-the others, each of 64 ⌈8/3 dim / 64⌉ numbers.
+the others, each of 64 ⌈8/3 dim / 64⌉ numbers. Positions of SKA are counted from 1: the paper's first and last layers
+are always Mamba-2.
 """
 
 _MIXERS = ("mamba", "mamba-attention")
