@@ -352,6 +352,19 @@ def test_a_refinement_is_never_worse(seed: int, size: tuple[int, int]) -> None:
     assert (after <= before + 1e-15).all()  # a divergence of 0 is known to rounding
 
 
+def test_a_refinement_leaves_the_graph_of_its_scores_alone() -> None:
+    layer = torch.nn.Linear(4, 5, dtype=torch.float64)
+    scores = layer(drawn(0, 6, 4))
+    plain = probe.refined(probe.normal_form(scores.detach(), 2), scores.detach(), steps=3)
+    better = probe.refined(probe.normal_form(scores, 2), scores, steps=3)
+    assert layer.weight.grad is None
+    assert not better.scores.requires_grad
+    with torch.inference_mode():
+        inferred = probe.refined(probe.normal_form(scores.clone(), 2), scores.clone(), steps=3)
+    assert torch.equal(better.scores, plain.scores)
+    assert torch.equal(inferred.scores, plain.scores)
+
+
 def test_divergence_is_that_of_rows() -> None:
     first, second = masked(0, (6, 7)), drawn(1, 6, 7)
     model = second.masked_fill(first.isneginf(), -math.inf).log_softmax(-1)

@@ -393,6 +393,7 @@ def _divergence(log_kernel: Tensor, other: Tensor, probe: Probe) -> tuple[Tensor
     return torch.where(barred, float("inf"), apart), barred
 
 
+@torch.inference_mode(False)
 def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe = Rows()) -> NormalForm:
     """A form of the same rank with a smaller mean ``divergence`` from what ``probe`` sees of scores (..., T, S).
 
@@ -400,7 +401,7 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
     weight does no harm. L-BFGS improves columns, queries and keys of ``form``, and also its rows if the probe sees
     them. The result is never worse than ``form``, and its ``explained`` is that of the new dot product.
 
-    probe: ``Rows`` or ``Kernel``; a plan has no gradient here. steps: of the optimiser.
+    probe: ``Rows`` or ``Kernel``; a plan has no gradient here. steps: of the optimiser. The result has no graph.
 
     Raises: ArgumentError for a form of other scores, and for a probe without a gradient.
     """
@@ -410,9 +411,10 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
         f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which has no "
         "gradient.",
     )
-    scores = _checked("probe.refined", scores)
+    scores = _checked("probe.refined", scores).detach().clone()  # autograd saves nothing that inference mode has made
     _same_shape("probe.refined", scores, form.scores)
-    start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
+    given = (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))
+    start = [x.detach().double() for x in given]
     parts = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in start]
     optimiser = torch.optim.LBFGS(
         parts, max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-12
@@ -440,7 +442,7 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
         weight, target = _weights("probe.refined", scores, None), _filled(centred(scores).interaction)
         model = (columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))
         explained = _explained(target, _filled(centred(model).interaction), weight, scores)
-    return NormalForm(rows[0] if rows else form.rows, columns, queries, keys, explained, False)
+    return NormalForm(rows[0] if rows else form.rows.detach(), columns, queries, keys, explained, False)
 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
