@@ -183,3 +183,9 @@ def test_the_public_name():
 
 def test_outputs_without_rows_have_no_support():
     assert influence.support(lambda x: x, torch.randn(1, 0, 2)).shape == (1, 0, 0)
+
+
+def test_a_function_may_change_its_input():
+    x = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+    assert influence.support(lambda x: x.relu_(), x).tolist() == [[True, False], [False, False]]
+    assert x[0, 1] == -1

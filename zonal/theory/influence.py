@@ -95,7 +95,7 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         f"{tuple(x.shape)}.",
     )
     x = x.detach().clone().requires_grad_()  # a copy, because what inference mode has made takes no gradient
-    y = function(x)
+    y = function(x.clone())  # which it may change in place
     fits = isinstance(y, Tensor) and y.ndim == x.ndim and y.shape[:-2] == x.shape[:-2]
     require(
         fits,
