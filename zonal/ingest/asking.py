@@ -1,6 +1,7 @@
 """Questions to an archive: the memory proposes spans, their texts decide."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,11 @@ COMMON = frozenset(
         *("its", "many", "me", "much", "my", "no", "not", "of", "on", "or", "our", "she", "should", "so", "some"),
         *("that", "the", "their", "them", "then", "there", "these", "they", "this", "those", "to", "was", "we", "were"),
         *("what", "when", "where", "which", "who", "whom", "whose", "why", "will", "with", "would", "you", "your"),
+        *("aren", "couldn", "didn", "doesn", "hadn", "hasn", "isn", "shouldn", "wasn", "weren", "wouldn"),  # before 't
     ]
 )
+_ENDING = re.compile(r"(?<=\w)['’](?:d|ll|m|re|s|t|ve)\b", re.IGNORECASE)
+"""What English writes after an apostrophe, which would be words of their own."""
 
 
 class Answer(NamedTuple):
@@ -64,7 +68,7 @@ def ask(
             f"ask: least must be above 0 and at most 1, candidates and top at least 1, received {least}, {candidates} "
             f"and {top}."
         )
-    asked = list(dict.fromkeys(words(question)))
+    asked = list(dict.fromkeys(words(_ENDING.sub("", question))))
     if not asked:
         raise ArgumentError(f"ask: the question must have words, received {question!r}.")
     asked = [word for word in asked if word not in COMMON] or asked
