@@ -185,7 +185,7 @@ def test_a_signed_map_is_refused_by_name_and_allowed_with_a_warning_in_the_ledge
 
 
 def test_parts_must_be_parts() -> None:
-    with pytest.raises(ArgumentError, match="a link is required"):
+    with pytest.raises(ArgumentError, match="link must be one of the library's or your own"):
         Operator(link=score.Dot())  # type: ignore[arg-type]
 
 
@@ -208,8 +208,8 @@ def test_parts_must_be_parts() -> None:
         (lambda: m.polynomial_square((1.0, float("nan"))), "PolynomialSquare: polynomial must be finite"),
         (lambda: m.polynomial_square(eps=0.5), "polynomial_square: eps is of the Yat.*received eps=0.5 without one"),
         (lambda: m.polynomial_square(degree=2, floor=0.1), "polynomial_square: a fit finds its own floor"),
-        (lambda: m.softmax(prior=prior.ALiBi), "a prior is required, received <class"),  # type: ignore[arg-type]
-        (lambda: m.softmax(prior="alibi"), "a prior is required, received 'alibi'"),  # type: ignore[arg-type]
+        (lambda: m.softmax(prior=prior.ALiBi), "one of the library's or your own, received <class"),  # type: ignore[arg-type]
+        (lambda: m.softmax(prior="alibi"), "prior must be one of the library's or your own, received 'alibi'"),  # type: ignore[arg-type]
         (lambda: m.ska(eta=float("nan")), "Koopman: eta must be finite"),
         (lambda: m.sinkhorn(rho=(None, float("inf"))), "UnbalancedPlan: rho must be finite"),
         (lambda: m.local_global(weight=float("inf")), "LocalGlobal: weight must be finite"),

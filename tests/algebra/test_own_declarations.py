@@ -55,7 +55,9 @@ def test_priors_are_not_added(base: type) -> None:
 )
 def test_what_kernels_read_is_not_declared(base: type, name: str) -> None:
     """A link that said log_space was passed over for exp; such anchors failed inside of the planner and tiles."""
-    with pytest.raises(ArgumentError, match=rf"class Mine: {name} says which kernels compute a {base.slot}"):
+    with pytest.raises(
+        ArgumentError, match=rf"class Mine: {name} says which kernels compute the library's {base.slot}s"
+    ):
         type("Mine", (base,), {name: True})
 
 

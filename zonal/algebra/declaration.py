@@ -174,8 +174,8 @@ def _refuse_base(kind: type[Declaration]) -> None:
     taken = [name for name in kind.reserved if name in vars(kind)]
     if taken:
         raise ArgumentError(
-            f"class {kind.__name__}: {taken[0]} says which kernels compute a {kind.slot} of the library, and "
-            f"these would not see what {kind.__name__} computes. Leave it out, or choose another name for a field."
+            f"class {kind.__name__}: {taken[0]} says which kernels compute the library's {kind.slot}s, and these "
+            f"would not see what {kind.__name__} computes. Leave it out, or choose another name for a field."
         )
 
 

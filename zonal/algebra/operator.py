@@ -107,7 +107,7 @@ class Operator(nn.Module):
         for value, kind in ((score, Score), (link, Link), (anchor, Anchor), *((p, Prior) for p in priors)):
             if not isinstance(value, kind):
                 raise ArgumentError(
-                    f"Operator: a {kind.__name__.lower()} is required, received {value!r}. "
+                    f"Operator: {kind.__name__.lower()} must be one of the library's or your own, received {value!r}. "
                     f"See zonal.{kind.__name__.lower()} for the choices."
                 )
             if not is_dataclass(value) or value.__hash__ is None:
