@@ -365,6 +365,13 @@ def test_a_refinement_leaves_the_graph_of_its_scores_alone() -> None:
     assert torch.equal(inferred.scores, plain.scores)
 
 
+@pytest.mark.parametrize("seen", [probe.Rows(), probe.Kernel()])
+def test_no_rows_are_observed_as_none(seen: probe.Probe) -> None:
+    none = torch.zeros(2, 0, 3)
+    assert seen.observe(none).right.shape == (2, 3)
+    assert probe.divergence(none, none, seen).shape == (2, 0)
+
+
 def test_divergence_is_that_of_rows() -> None:
     first, second = masked(0, (6, 7)), drawn(1, 6, 7)
     model = second.masked_fill(first.isneginf(), -math.inf).log_softmax(-1)

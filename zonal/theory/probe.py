@@ -54,7 +54,7 @@ class Rows(Probe):
         log_kernel = _checked("probe.Rows", log_kernel)
         mass = log_kernel.logsumexp(-1)
         left = torch.where(mass.isinf(), 0, -mass)
-        return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
+        return Observed(log_kernel + left[..., None], left, log_kernel.new_zeros(log_kernel.mT.shape[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Kernel(Probe):
                 f"{shape}{' with NaN or infinity' if shape == left.shape[-1:] else ''}.",
             )
             left = left + self.log_factor.to(log_kernel)
-        return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
+        return Observed(log_kernel + left[..., None], left, log_kernel.new_zeros(log_kernel.mT.shape[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
