@@ -243,6 +243,10 @@ def test_encoders_say_the_same(kind: str, tmp_path: Any) -> None:
     hf.convert(model)
     found = [model(tokens).logits, model(tokens, attention_mask=real.long()).logits[real]]
     assert all(close(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    first, second = hf.convert(model, "performer")
+    assert hf.operators(model) == [first, second]
+    drawn_by_first, drawn_by_second = (next(own.buffers()) for own in (first, second))
+    assert not torch.equal(drawn_by_first, drawn_by_second)
     hf.convert(model, "sinkhorn")  # a bidirectional layer has room for plans
     other = model(tokens).logits
     assert not close(other, wanted[0])

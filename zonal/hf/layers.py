@@ -35,9 +35,7 @@ def operators(model: nn.Module) -> list[Operator]:
     Raises:
         ArgumentError: the model was not converted.
     """
-    found = [
-        own for module in model.modules() if hasattr(module, "layer_idx") and (own := operator_of(module)) is not None
-    ]
+    found = [own for module in model.modules() if _attends(module) and (own := operator_of(module)) is not None]
     if not found:
         raise ArgumentError(
             f"hf.operators: a converted model is required, received {type(model).__name__}. Call "
@@ -49,7 +47,7 @@ def operators(model: nn.Module) -> list[Operator]:
 def layers_of(call: str, model: nn.Module) -> list[Any]:
     """The layers of self-attention, in their order."""
     modules = model.modules() if isinstance(model, PreTrainedModel) else ()
-    layers = [module for module in modules if hasattr(module, "is_causal") and head_dim(module) is not None]
+    layers = [module for module in modules if _attends(module)]
     if not layers:
         raise ArgumentError(
             f"{call}: a model of transformers with layers of self-attention is required, received "
@@ -64,6 +62,11 @@ def layers_of(call: str, model: nn.Module) -> list[Any]:
             "Convert a part that has layers of one kind, such as an encoder, or the language model of one for images."
         )
     return layers
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module is a layer of self-attention."""
+    return hasattr(module, "is_causal") and head_dim(module) is not None
 
 
 def is_causal(layer: Any) -> bool:
@@ -138,8 +141,9 @@ def heads(layer: Any) -> tuple[int, int]:
     return heads, getattr(layer.config, "num_key_value_heads", None) or heads
 
 
-def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
-    """A copy of the operator, sized for a layer, with its scale and window.
+def for_layer(call: str, layer: Any, operator: Choice, index: int = 0) -> Operator:
+    """A copy of the operator, sized for a layer, with its scale and window. index: of the layer, which draws its own
+    random features.
 
     Raises: ArgumentError for a layer that does more than operators know, and for an operator that does not fit.
     """
@@ -180,7 +184,7 @@ def for_layer(call: str, layer: Any, operator: Choice) -> Operator:
             f"{call}: operator {made.name!r} needs other queries and keys than those of {dim} numbers per head: {error}"
         ) from error
     for slot in own.sized_since(made):  # what they draw is this layer's own
-        own.start(slot, 1.0, getattr(layer, "layer_idx", None) or 0)
+        own.start(slot, 1.0, index)
     return own.to(next(layer.parameters()).device)
 
 

@@ -92,8 +92,8 @@ def convert(
     if cache == "memory":
         check_caching(call, found)
     made = [
-        for_layer(call, layer, choice)
-        for layer, choice in zip(found, chosen_of(call, operator, layers, len(found)), strict=True)
+        for_layer(call, layer, choice, index)
+        for index, (layer, choice) in enumerate(zip(found, chosen_of(call, operator, layers, len(found)), strict=True))
     ]
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(NAME)  # type: ignore[operator]
