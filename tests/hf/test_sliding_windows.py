@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zonal import hf, prior
 from zonal.errors import ArgumentError
+from zonal.hf import examine
 
 WINDOW = 5
 # which layers have a window
@@ -62,6 +63,28 @@ def test_windows_are_kept(kind: str, cache: Any) -> None:
     assert close(made(tokens).logits, wanted)
     assert close(made(tokens, attention_mask=real.long()).logits[real], padded)
     assert torch.equal(made.generate(tokens, max_new_tokens=9, do_sample=False), said)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="needs configs with sizes of each layer"
+)
+@torch.no_grad()
+def test_layers_may_have_heads_of_other_sizes_and_numbers() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "pad_token_id": 0, "hidden_size_per_layer_input": 0}
+    kind: Any = transformers.Gemma4TextConfig
+    config = kind(
+        **sizes, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        attention_k_eq_v=True, global_head_dim=16, num_global_key_value_heads=1,
+    )  # fmt: skip
+    model, tokens = transformers.Gemma4ForCausalLM(config).eval(), drawn(2, 20)
+    wanted = model(tokens).logits
+    for cache in ("keys", "memory"):
+        hf.convert(model, cache=cache)
+        assert close(model(tokens).logits, wanted)
+    first = model(tokens[:, :9], **{hf.CACHE: (memory := hf.MemoryCache())}).logits
+    assert close(torch.cat([first, model(tokens[:, 9:], **{hf.CACHE: memory}).logits], 1), wanted)
+    assert examine.decoding(model, 10, 1)["bytes"] == 4 * 2 * ((WINDOW * 2 * 8) + 10 * 16)
 
 
 @pytest.mark.parametrize("operator", ["softmax", "squared_affine", "sko", "retention", "ska(power=1)"])

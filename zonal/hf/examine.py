@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from zonal.hf.cache import CACHE, MemoryCache
-from zonal.hf.layers import NAME, operators
+from zonal.hf.layers import NAME, head_dim, heads, layers_of, operators
 from zonal.memory import Memory
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory
@@ -119,24 +119,24 @@ def decoding(model: Any, length: int, tokens: int = 16) -> dict[str, float]:
     """
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = layers_of("convert", model)
 
-    def drawn() -> Tensor:
-        return torch.randn(1, heads, length, dim, generator=generator, dtype=torch.float32)
+    def drawn(layer: Any) -> Tensor:
+        return torch.randn(1, heads(layer)[1], length, head_dim(layer), generator=generator, dtype=torch.float32)
 
     cache: Any
     if config._attn_implementation == NAME:
-        layers = []
-        for operator in operators(model):
-            memory = Memory.empty(operator, 1, heads, dim, dim).absorb(drawn(), drawn())
-            layers.append(LayerMemory(memory, length=length))
-        cache = MemoryCache(ModelMemory(tuple(layers)))
+        memories = []
+        for layer, operator in zip(layers, operators(model), strict=True):
+            k, v = drawn(layer), drawn(layer)
+            memory = Memory.empty(operator, 1, k.shape[1], k.shape[3], v.shape[3]).absorb(k, v)
+            memories.append(LayerMemory(memory, length=length))
+        cache = MemoryCache(ModelMemory(tuple(memories)))
         size = cache.memory().nbytes
     else:
         cache = DynamicCache(config=config)
-        for layer in range(config.num_hidden_layers):
-            cache.update(drawn(), drawn(), layer)
+        for index, layer in enumerate(layers):
+            cache.update(drawn(layer), drawn(layer), index)
         size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     token = torch.tensor([[1]], dtype=torch.int64)
     model(token, **{CACHE: cache})  # plans, compiled kernels

@@ -137,8 +137,10 @@ def head_dim(layer: Any) -> Any:
 
 def heads(layer: Any) -> tuple[int, int]:
     """Of queries, and of keys and values."""
-    heads = layer.config.num_attention_heads
-    return heads, getattr(layer.config, "num_key_value_heads", None) or heads
+    config = layer.config
+    if getattr(config, "is_heterogeneous", False):  # layers have sizes of their own, as in Gemma 4
+        config = config.per_layer_config[layer.layer_idx]
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def for_layer(call: str, layer: Any, operator: Choice, index: int = 0) -> Operator:
