@@ -57,7 +57,7 @@ def data_of(folder):
 def test_the_page_has_the_pictures_of_operators_that_were_looked_into(folder):
     operators = {operator["label"]: operator["diagnostics"] for operator in data_of(folder)}
     assert operators["Softmax"] is None
-    assert [operators[label]["seed"] for label in ("Ridge (SKA K=0)", "Linear")] == [0, 1]
+    assert operators["Linear"] is not None  # of the one seed that has a file
     ridge, file = operators["Ridge (SKA K=0)"], measured()
     assert [panel["layer"] for panel in ridge["spectra"]] == [1, 2]
     first = file["layers"][0]["heads"][0]
@@ -113,7 +113,6 @@ def test_every_part_of_the_file_is_optional(tmp_path):
     report.write(tmp_path)
     found = data_of(tmp_path)[0]["diagnostics"]
     assert found == {
-        "seed": 0,
         "spectra": [],
         "bars": {"condition": {"x": ["1.1"], "y": [3.5], "most": None}},
         "leverage": None,

@@ -133,7 +133,6 @@ def _kernel_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
         panels.append(
             {
                 "layer": layer + 1,
-                "seed": first.seed,
                 "x": [formats.short(value) for value in curve["x"]],
                 "heads": [[formats.short(value) for value in head] for head in curve["heads"]],
                 "before": [[formats.short(value) for value in head] for head in before["heads"]] if before else None,
@@ -163,7 +162,7 @@ def _geometry(runs: Sequence[Run]) -> dict[str, Any] | None:
         return None
     before = [layer for layer in run.learned_before if "weights" in layer]
     return key_embeddings.over_training(
-        [(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)], run.seed
+        [(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)]
     )
 
 
@@ -188,11 +187,9 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "speed": row.tokens_per_second and formats.short(row.tokens_per_second.mean, 5),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(runs),
-        "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
+        "diagnostics": diagnostics.payload(seen.diagnostics) if seen and seen.diagnostics else None,
         "geometry": _geometry(runs),
-        "embeddings": key_embeddings.payload(placed.key_embeddings, placed.seed)
-        if placed and placed.key_embeddings
-        else None,
+        "embeddings": key_embeddings.payload(placed.key_embeddings) if placed and placed.key_embeddings else None,
         "transfer": transfer.lines(row),
     }
 
@@ -203,7 +200,6 @@ def payload(
     """Everything the script draws for one comparison."""
     return {
         "id": identifier,
-        "metric": summary.data.metric,
         "higher": summary.data.higher_is_better,
         "trained": transfer.trained_length(summary),
         "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],

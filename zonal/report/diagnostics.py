@@ -156,11 +156,10 @@ def capacity(heads: Sequence[Head]) -> dict[str, list[Any]] | None:
     }
 
 
-def payload(found: Diagnostics, seed: int) -> dict[str, Any]:
+def payload(found: Diagnostics) -> dict[str, Any]:
     """All pictures of one run; what the file lacks is empty or None."""
     heads = found.heads
     return {
-        "seed": seed,
         "spectra": spectra(heads),
         "bars": bars(heads),
         "leverage": leverage(heads),

@@ -78,10 +78,10 @@ def load(folder: Path) -> KeyEmbeddings | None:
     return read
 
 
-def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
+def payload(found: KeyEmbeddings) -> dict[str, Any]:
     """What the script draws of one run."""
     return {
-        "seed": seed, "groups": list(found.groups), "group": list(found.group), "tokens": list(found.tokens),
+        "groups": list(found.groups), "group": list(found.group), "tokens": list(found.tokens),
         "spaces": [
             {
                 "layer": space.layer, "head": space.head, "name": space.name, "curvature": space.curvature,
@@ -92,7 +92,7 @@ def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], seed: int) -> dict[str, Any]:
+def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
     """Weights and curvature by step, from (step, geometry at it) in order, one at least: for each layer the lists of
     each head, one number a step.
     """
@@ -103,7 +103,7 @@ def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], seed
         weights = {name: _by_head([each["weights"][name] for each in at]) for name in first["weights"]}
         curvature = _by_head([each["curvature"] for each in at]) if "curvature" in first else None
         layers.append({"layer": int(first["layer"]) + 1, "weights": weights, "curvature": curvature})
-    return {"seed": seed, "steps": [step for step, _ in lines], "layers": layers}
+    return {"steps": [step for step, _ in lines], "layers": layers}
 
 
 def _by_head(rows: Sequence[Sequence[float]]) -> list[list[float]]:

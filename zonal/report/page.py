@@ -125,7 +125,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
             if any(layer.get("kernel_curve") for run in runs for layer in run.learned)
         ],
         "diagnosed": table.diagnostics(seen),
-        "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
+        "pictures": _pictures([diagnostics.payload(found) for _, found in seen]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
         "settings": [(title, table.settings(values)) for title, values in _settings(summary)],

@@ -1,4 +1,3 @@
-"use strict";
 (async function () {
   const comparisons = JSON.parse(document.getElementById("data").textContent);
   const hidden = new Set();
