@@ -8,19 +8,20 @@ from collections.abc import Sequence
 
 MISSING = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
 # a difference, or a share of a mean: what is smaller came from the last digits of floating-point numbers
 _ROUNDING = 1e-9
 _PLAIN, _LARGE = 5e-6, 1e6
 """What is smaller or larger reads as zero with five decimals, or is a long number; it is in scientific form."""
 
 
-def number(value: float | None, decimals: int = 3) -> str:
-    """A plain number with a fixed count of decimals; very small or large ones in scientific form."""
+def number(value: float | None) -> str:
+    """A plain number with three decimals; very small or large ones in scientific form."""
     if value is None:
         return MISSING
-    if value != 0 and (abs(value) >= _LARGE or abs(value) < 10**-decimals / 2):
+    if value != 0 and (abs(value) >= _LARGE or abs(value) < 5e-4):
         return f"{value:.2e}"
-    return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
 
 
 def difference(value: float) -> str:
@@ -70,7 +71,7 @@ def date(text: str) -> str:
     return f"{found.day} {found:%B %Y, %H:%M}{zone}"
 
 
-def spread(mean: float | None, deviation: float | None, decimals: int = 3) -> str:
+def spread(mean: float | None, deviation: float | None) -> str:
     """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed; very
     small or large ones in scientific form.
 
@@ -79,9 +80,9 @@ def spread(mean: float | None, deviation: float | None, decimals: int = 3) -> st
     if mean is None:
         return MISSING
     if deviation is None:
-        return number(mean, decimals)
-    if _ROUNDING * abs(mean) < deviation < 10**-decimals / 2:
-        decimals = min(5, 1 - math.floor(math.log10(deviation)))
+        return number(mean)
+    hidden = _ROUNDING * abs(mean) < deviation < 5e-4
+    decimals = min(5, 1 - math.floor(math.log10(deviation))) if hidden else 3
     return _plus_minus(mean, deviation, decimals)
 
 
@@ -162,13 +163,13 @@ def short(value: float | None, digits: int = 4) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve in one line of text, low to high; longer curves are averaged down to ``width`` blocks."""
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of text, low to high; longer curves are averaged down to 24 blocks."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    if len(finite) > width:
-        edges = [round(index * len(finite) / width) for index in range(width + 1)]
+    if len(finite) > _WIDTH:
+        edges = [round(index * len(finite) / _WIDTH) for index in range(_WIDTH + 1)]
         finite = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(finite), max(finite)
     if high == low:
