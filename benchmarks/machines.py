@@ -14,8 +14,8 @@ _ABOUT = (
     "A cell is the ratio of the time to that of the peer behind the colon, its median and quartiles over pairs. "
     "Below 1 the library is faster. `make bench` measures the machine it runs on, `make results` writes this page."
 )
-_MEASURED = ("bytes", "error", "load_per_core", "moonshot", "parameters")
-"""Parts of the names of numbers that are measured or are goals, and do not describe a row."""
+_MEASURED = ("bytes", "error", "load_per_core", "parameters")
+"""Parts of the names of numbers that are measured, and do not describe a row."""
 
 
 def described(row: Mapping[str, Any]) -> str:
