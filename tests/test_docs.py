@@ -22,11 +22,11 @@ from matrix import DECLARED, OPERATORS
 from benchmarks import koopman_picture, machines
 from tools import pages
 from zonal import mechanisms, nn
-from zonal.cli import parse, presets
+from zonal.cli import presets
 from zonal.cli.app import COMMANDS, read
 from zonal.errors import ArgumentError
 from zonal.models import preset
-from zonal.models.layers import check, layer_list
+from zonal.models.layers import check, layer_list, split
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -266,7 +266,7 @@ def test_operators_in_commands_exist() -> None:
             named = presets.find(name, "compare") if name in presets.names() else None
             for option in ("--operators", "--operator"):
                 if option in words:
-                    for entry in parse.operators(words[words.index(option) + 1]):
+                    for entry in split(words[words.index(option) + 1], option):
                         for spec in layer_list(named.layers_of(entry) if named else entry):
                             check(spec, 128)
                             seen += 1

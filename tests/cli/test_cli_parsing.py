@@ -14,6 +14,7 @@ from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, comman
 from zonal.cli.train import Train, defaults, layers_of, model_of
 from zonal.errors import ArgumentError
 from zonal.models import preset
+from zonal.models.layers import split
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from zonal.models import preset
     ],
 )
 def test_operators(text, found):
-    assert parse.operators(text) == found
+    assert split(text, "--operators") == found
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_operators(text, found):
 )
 def test_broken_operator_lists(text, message):
     with pytest.raises(ArgumentError, match=message):
-        parse.operators(text)
+        split(text, "--operators")
 
 
 @pytest.mark.parametrize(

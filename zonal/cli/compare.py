@@ -29,7 +29,7 @@ from zonal.cli.progress import watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES, SIZE
 from zonal.models import ModelConfig, preset
-from zonal.models.layers import check, entry_of, layers_for
+from zonal.models.layers import check, entry_of, layers_for, split
 from zonal.report import style
 from zonal.training import Comparison, ComparisonResult, ComparisonSpec
 from zonal.workers import parsed
@@ -112,7 +112,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     dim, count = (options.model.dim, options.model.layers) if base is None else (base.dim, len(base.layers))
     experiment = None if options.preset is None else presets.find(options.preset, "compare")
     operators = (
-        parse.operators(options.operators)
+        split(options.operators, "--operators")
         if base is None or "--operators" in given_options(command)
         else (entry_of(base.layers),)
     )

@@ -1,4 +1,4 @@
-"""Texts of the command line as values: lists of operators, budgets, seeds, learning rates, ranks, shapes."""
+"""Texts of the command line as values: budgets, seeds, learning rates, ranks, shapes."""
 
 import itertools
 import math
@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from zonal.errors import ArgumentError
 from zonal.limits import RATE
-from zonal.models.layers import split
 
 N = TypeVar("N", int, float)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -16,13 +15,6 @@ _LONGEST = 10 * 365 * 24 * 3600.0
 # seeds or learning rates of one comparison
 _MOST = 1000
 _LARGEST_AXIS = 2**40
-
-
-def operators(text: str, option: str = "--operators") -> tuple[str, ...]:
-    """``"softmax,sko(degrees=(2,3)),[mamba2*3, ska]"`` → its three entries: commas inside brackets and quotes do not
-    separate.
-    """
-    return split(text, option)
 
 
 def duration(text: str) -> float:

@@ -25,6 +25,7 @@ from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
 from zonal.limits import RATE
+from zonal.models.layers import split
 from zonal.report import formats
 from zonal.report import search as report
 from zonal.store import read_json
@@ -80,7 +81,7 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     # names are checked before the data is read
     layers = layers_of("search", options.operator, options.model.layers, command)
     kinds = tuple(part.strip() for part in options.moves.split(","))
-    palette, seeds = parse.operators(options.palette, "--palette"), parse.seeds(options.seeds)
+    palette, seeds = split(options.palette, "--palette"), parse.seeds(options.seeds)
     task = options.task.resolve("search")
     steps = _STEPS if options.training.steps is None else options.training.steps
     training = options.training.config(steps, options.learning_rate, seeds[0])
