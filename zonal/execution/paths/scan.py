@@ -119,10 +119,8 @@ class _Block(NamedTuple):
 class _Scan:
     """The arithmetic of one call, shared by forward and backward."""
 
-    def __init__(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None
-    ) -> None:
-        self.job, self.q, self.k, self.v, self.c, self.decay = job, q, k, v, c, decay
+    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, monomials: Tensor, decay: Tensor | None) -> None:
+        self.job, self.q, self.k, self.v, self.decay = job, q, k, v, decay
         self.batch, self.heads, self.queries, self.dim = q.shape
         self.kv = k.shape[1]
         self.steps = job.rule.steps(self.queries, k.shape[2], job.block)
@@ -224,7 +222,7 @@ class _Function(torch.autograd.Function):
         state: Tensor | None,
         job: Job,
     ) -> tuple[Tensor, Tensor | None]:
-        scan = _Scan(job, q, k, v, c, monomials, decay)
+        scan = _Scan(job, q, k, v, monomials, decay)
         y = q.new_zeros(*q.shape[:3], v.shape[-1])
         recorded = any(ctx.needs_input_grad)
         stride = _stride(scan)
@@ -258,7 +256,7 @@ class _Function(torch.autograd.Function):
         no_second_derivative("chunked")
         q, k, v, c, monomials, decay, y, final, *stored = ctx.saved_tensors
         job: Job = ctx.job
-        scan = _Scan(job, q, k, v, c, monomials, decay)
+        scan = _Scan(job, q, k, v, monomials, decay)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
         dscale = None
