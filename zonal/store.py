@@ -181,15 +181,8 @@ def understood(call: str, path: str | os.PathLike[str] | Traversable) -> Iterato
         yield
     except FileFormatError:
         raise
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # ArgumentError is a ValueError, RecursionError a RuntimeError
+    # ArgumentError is a ValueError, RecursionError a RuntimeError
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0].rstrip(".")
         raise FileFormatError(
             f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version. "
@@ -306,10 +299,8 @@ def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
         raise FileFormatError(f"read_json: {target} does not exist.") from error
     except OSError as error:
         raise FileFormatError(f"read_json: {target} cannot be read ({error.strerror}).") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # of JSON, of UTF-8, of a number with thousands of digits; of deep brackets
+    except (ValueError, RecursionError) as error:
+        # the first of JSON, of UTF-8 and of a number with thousands of digits; the second of deep brackets
         raise FileFormatError(
             f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged."
         ) from error
