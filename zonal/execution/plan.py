@@ -146,7 +146,7 @@ def estimated(route: Route, shape: Shape, machine: Machine) -> Estimate:
     return Estimate(route, took, 2 * work.multiply_adds, work.bytes, round(work.launches), round(work.peak_bytes))
 
 
-def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None = None) -> Choice:
+def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None) -> Choice:
     """The choice among paths that can run a call: the fastest first, and those that do not fit in memory last.
 
     A path is estimated by its first route that can run the call: compiled routes come before torch in the table.

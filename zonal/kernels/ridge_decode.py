@@ -37,7 +37,7 @@ class Stepper:
         powers: Tensor,
         limit: float,
         include_self: bool,
-        ridge: Tensor | None = None,
+        ridge: Tensor | None,
     ) -> None:
         self.shape, self._kept = shape, (scale, powers, ridge)
         self._moves, self._include_self = moves, include_self
@@ -50,16 +50,8 @@ class Stepper:
     def places(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
         """Where gram, cross, inverse, shift, first, last and level lie, each checked; 0 for None."""
         batch, _, kv_heads, dim, value_dim = self.shape
-        pair = batch, kv_heads
-        shapes = (
-            (*pair, dim, dim),
-            (*pair, value_dim, dim),
-            (*pair, dim, dim),
-            (*pair, dim, dim),
-            (*pair, dim),
-            (*pair, dim),
-            (*pair, dim),
-        )
+        square, cross, row = (batch, kv_heads, dim, dim), (batch, kv_heads, value_dim, dim), (batch, kv_heads, dim)
+        shapes = square, cross, square, square, row, row, row
         return tuple(address(x, torch.float64, shape) for x, shape in zip(sums, shapes, strict=True))
 
     def __call__(
