@@ -215,12 +215,13 @@ def _obtainable(code: Formula, source: str, isa: InstructionSet) -> bool:
     path = compiler()
     if path is not None and (target(code, source, isa).exists() or recipe.understands(path, isa)):
         return True
-    if path is None or _carried(code, source, isa):
-        return _carried(code, source, isa)
-    choice.say(
-        f"zonal: the compiler {path} does not know {isa.label} ({' '.join(isa.flags)}), so that kernels for the next "
-        "lower instruction set run. Install a newer g++ or clang++, or let CXX name one."
-    )
+    if _carried(code, source, isa):
+        return True
+    if path is not None:
+        choice.say(
+            f"zonal: the compiler {path} does not know {isa.label} ({' '.join(isa.flags)}), so that kernels for the "
+            "next lower instruction set run. Install a newer g++ or clang++, or let CXX name one."
+        )
     return False
 
 
