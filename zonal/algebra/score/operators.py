@@ -63,13 +63,11 @@ class OperatorPath(Score):
         return "score OperatorPath among keys need not be symmetric"
 
     def __post_init__(self) -> None:
-        least = {"size": 1, "rank": 1, "relations": 0, "heads": 1, "choices": 1}
-        for name, value in ((name, getattr(self, name)) for name in least):
-            if value is not None:
-                require_whole(f"OperatorPath: {name}", value, least[name])
-        steps = self.choices is None or self.relations > 0
+        for name, least in (("size", 1), ("rank", 1), ("relations", 0), ("heads", 1), ("choices", 1)):
+            if (value := getattr(self, name)) is not None:
+                require_whole(f"OperatorPath: {name}", value, least)
         require(
-            steps,
+            self.choices is None or self.relations > 0,
             f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received "
             f"relations={self.relations}.",
         )
