@@ -25,11 +25,11 @@ COMMON = frozenset(
         *("its", "many", "me", "much", "my", "no", "not", "of", "on", "or", "our", "she", "should", "so", "some"),
         *("that", "the", "their", "them", "then", "there", "these", "they", "this", "those", "to", "was", "we", "were"),
         *("what", "when", "where", "which", "who", "whom", "whose", "why", "will", "with", "would", "you", "your"),
-        *("aren", "couldn", "didn", "doesn", "hadn", "hasn", "isn", "shouldn", "wasn", "weren", "wouldn"),  # before 't
+        *("ca", "wo"),  # what is left of "can't" and "won't"
     ]
 )
-_ENDING = re.compile(r"(?<=\w)['’](?:d|ll|m|re|s|t|ve)\b", re.IGNORECASE)
-"""What English writes after an apostrophe, which would be words of their own."""
+_ENDING = re.compile(r"(?<=\w)(?:n['’]t|['’](?:d|ll|m|re|s|ve))\b", re.IGNORECASE)
+"""What English writes with an apostrophe, as in "wasn't" and "who's"."""
 
 
 class Answer(NamedTuple):
