@@ -2,6 +2,8 @@
 against the definition.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from execution.chunks import assert_same
@@ -283,11 +285,25 @@ def test_a_decoder_in_single_precision_where_much_fades() -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "given", "words"),
+    [
+        (m.ska, {"chunk": 4}, "neither windows nor whole chunks"),
+        (m.ska, {"running_max": True}, "fades a constant ridge"),
+        (m.ska, {"compact": True}, "fades sums in float64"),
+        (m.ridge, {"relative": 0.1}, "fades a constant ridge"),
+    ],
+)
+def test_what_cannot_fade_is_not_declared(make: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"cannot be run: .*{words}"):
+        make(fading=True, **given)
+    plain = make(**given)
+    with pytest.raises(ArgumentError, match=f"cannot be run: .*{words}"):
+        zonal.attention(*sample()[:3], plain.replace(prior=(*plain.prior, prior.Decay())), causal=True)
+
+
+@pytest.mark.parametrize(
     ("operator", "words"),
     [
-        (m.ska(chunk=4, fading=True), "neither windows nor whole chunks"),
-        (m.ska(running_max=True, fading=True), "fades a constant ridge"),
-        (m.ridge(relative=0.1, fading=True), "fades a constant ridge"),
         (m.yat().replace(anchor=anchor.Ridge(), prior=prior.Decay()), "only the plain product"),
         (m.ridge().replace(prior=prior.ALiBi()), "position bias"),
     ],

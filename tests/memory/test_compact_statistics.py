@@ -104,7 +104,7 @@ def test_models_and_files(tmp_path: Path) -> None:
     ("make", "said"),
     [
         (lambda: m.ska(power=1, compact=True, running_max=True), "compact keeps a factor that is made with eps"),
-        (lambda: Memory.empty(m.ska(power=1, compact=True, fading=True), 1, 1, 4, 4), "fades sums in float64"),
+        (lambda: m.ska(power=1, compact=True, fading=True), "fades sums in float64"),
     ],
 )
 def test_refusals(make, said: str) -> None:

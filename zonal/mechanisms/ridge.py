@@ -40,7 +40,10 @@ def ridge(
     G = sum z z^T and C = sum v z^T over earlier keys z, clipped to norm <= key_limit. eps, learn_ridge, relative,
     compact: as in ``anchor.Ridge``. chunk: read whole chunks of this many earlier tokens only. fading: as in ``ska``.
 
-    Raises: ArgumentError for numbers out of range. Source: Echo (Koopman operators).
+    Raises: ArgumentError for numbers out of range, and for fading with arguments that cannot fade. Source: Echo
+    (Koopman operators).
     """
     anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative, compact=compact)
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, priors(chunk, fading), name="ridge")
+    made = Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, priors(chunk, fading), name="ridge")
+    made.check("ridge")
+    return made

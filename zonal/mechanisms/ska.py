@@ -46,8 +46,8 @@ def ska(
     ``preset="paper"`` is the chunk-causal form of the Echo paper: power 2, chunks of 64, the running maximum with eps
     1e-3, and keys of any length.
 
-    Raises: ArgumentError for numbers out of range, and for arguments that the preset sets and that are not at their
-    defaults, which it replaces. Source: Echo.
+    Raises: ArgumentError for numbers out of range, for fading with arguments that cannot fade, and for arguments that
+    the preset sets and that are not at their defaults, which it replaces. Source: Echo.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
     if preset == "paper":
@@ -67,7 +67,7 @@ def ska(
         eta=eta,
         compact=compact,
     )
-    return Operator(
+    made = Operator(
         Dot(scale=1.0, key_limit=key_limit),
         Identity(),
         anchor,
@@ -76,3 +76,5 @@ def ska(
         layer_init="orthogonal",
         qk_dim=rank,
     )
+    made.check("ska")
+    return made
