@@ -165,7 +165,7 @@ def test_a_layer_that_reads_twice_is_refused() -> None:
     wanted = model(drawn(1, 7)).logits
     hf.convert(model, "softmax", cache="memory")
     assert close(model(drawn(1, 7), use_cache=False).logits, wanted)
-    with pytest.raises(ArgumentError, match=r"layer 0 reads its tokens a second time .* cache='keys'"):
+    with pytest.raises(ArgumentError, match=r"tokens of layer 0 are read a second time .* cache='keys'"):
         model(drawn(1, 7), **{hf.CACHE: hf.MemoryCache()})
 
 

@@ -42,6 +42,19 @@ def model(kind: str) -> Any:
     return transformers.Gemma3ForCausalLM(config).eval()
 
 
+layerwise = pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="needs configs with sizes of each layer"
+)
+
+
+def gemma4(**others: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "pad_token_id": 0, "global_head_dim": 16} | others
+    types = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    kind: Any = transformers.Gemma4TextConfig
+    return transformers.Gemma4ForCausalLM(kind(**sizes, sliding_window=WINDOW, layer_types=types)).eval()
+
+
 def drawn(*shape: int) -> Tensor:
     return torch.randint(1, 29, shape, generator=torch.Generator().manual_seed(1))
 
@@ -65,19 +78,13 @@ def test_windows_are_kept(kind: str, cache: Any) -> None:
     assert torch.equal(made.generate(tokens, max_new_tokens=9, do_sample=False), said)
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="needs configs with sizes of each layer"
-)
+@layerwise
 @torch.no_grad()
 def test_layers_may_have_heads_of_other_sizes_and_numbers() -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "pad_token_id": 0, "hidden_size_per_layer_input": 0}
-    kind: Any = transformers.Gemma4TextConfig
-    config = kind(
-        **sizes, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
-        attention_k_eq_v=True, global_head_dim=16, num_global_key_value_heads=1,
-    )  # fmt: skip
-    model, tokens = transformers.Gemma4ForCausalLM(config).eval(), drawn(2, 20)
+    model = gemma4(
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True, num_global_key_value_heads=1
+    )
+    tokens = drawn(2, 20)
     wanted = model(tokens).logits
     for cache in ("keys", "memory"):
         hf.convert(model, cache=cache)
@@ -85,6 +92,26 @@ def test_layers_may_have_heads_of_other_sizes_and_numbers() -> None:
     first = model(tokens[:, :9], **{hf.CACHE: (memory := hf.MemoryCache())}).logits
     assert close(torch.cat([first, model(tokens[:, 9:], **{hf.CACHE: memory}).logits], 1), wanted)
     assert examine.decoding(model, 10, 1)["bytes"] == 4 * 2 * ((WINDOW * 2 * 8) + 10 * 16)
+
+
+@layerwise
+@torch.no_grad()
+def test_layers_may_share_keys() -> None:
+    """Gemma 4 then goes on with the queries alone whose logits are asked for, and slices the mask for them."""
+    shape: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    model, tokens = gemma4(**shape, vocab_size_per_layer_input=29), drawn(2, 20)
+    real = torch.arange(20) >= torch.tensor([[0], [7]])
+    wanted = model(tokens, attention_mask=real.long()).logits
+    said = model.generate(tokens, attention_mask=real.long(), max_new_tokens=9, do_sample=False)
+    with pytest.raises(ArgumentError, match=r"Gemma4TextAttention in layers \[2, 3\] reads those of earlier layers"):
+        hf.convert(model, cache="memory")
+    hf.convert(model, "softmax")
+    assert close(model(tokens, attention_mask=real.long()).logits[real], wanted[real])
+    last = model(tokens, attention_mask=real.long(), logits_to_keep=3).logits
+    assert close(last, wanted[:, -3:])
+    assert torch.equal(model.generate(tokens, attention_mask=real.long(), max_new_tokens=9, do_sample=False), said)
+    with pytest.raises(ArgumentError, match=r"or one that shares its keys \(Gemma 4\).*cache='keys'"):
+        model(tokens, **{hf.CACHE: hf.MemoryCache()})
 
 
 @pytest.mark.parametrize("operator", ["softmax", "squared_affine", "sko", "retention", "ska(power=1)"])

@@ -39,7 +39,7 @@ def attend(
     Args:
         query: (B, H, T, D).
         key, value: (B, Hkv, S, ·), including cached tokens, unless a ``MemoryCache`` holds those.
-        attention_mask: the mask of ``padding``: (B, S), nonzero for a real token, or the offsets (N + 1,) of documents.
+        attention_mask: the mask of ``padding``; or (B, S), nonzero for a real token.
         dropout: the share of weights that are set to zero; layers ask for it in training only. It takes path "dense",
             whose time and memory are quadratic in the number of tokens.
 
@@ -223,6 +223,8 @@ def _mask_of(call: str, module: nn.Module, mask: Tensor | None, others: Mapping[
         )
     if mask is not None and mask.dim() == 1:
         return _Mask(offsets=mask)
+    if mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
     if mask is not None and mask.dim() != 2:
         raise ArgumentError(
             f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(mask.shape)}."
@@ -291,8 +293,9 @@ def padding(
 
     mask_function: of transformers, which documents packed into rows are read from.
 
-    Returns: real tokens (B, S); or the offsets (N + 1,) of packed documents in rows one behind the other; or None if
-        each row is one sequence of real tokens.
+    Returns: real tokens (B, 1, 1, S) bool, with axes for heads and queries, of which Gemma 4 slices the latter; or the
+        offsets (N + 1,) of packed documents in rows one behind the other; or None if each row is one sequence of real
+        tokens.
 
     Raises:
         ArgumentError: the mask has another shape, or is of another kind: a function of the user's, blocks that see
@@ -315,8 +318,8 @@ def padding(
             f"hf.convert: attention_mask must be (batch, tokens) = {whole}, tokens of the cache included, nonzero for "
             f"a real token, received {tuple(attention_mask.shape)}."
         )
-    seen = attention_mask[:, -kv_length:]
-    return None if bool(seen.all()) else seen
+    seen = attention_mask[:, -kv_length:].bool()
+    return None if bool(seen.all()) else seen[:, None, None]
 
 
 __all__ = ["attend", "padding", "register"]

@@ -327,8 +327,9 @@ class MemoryCache(OperatorCache):
         """
         if layer not in self._unread:
             raise ArgumentError(
-                f"MemoryCache: layer {layer} reads its tokens a second time in one call, as layers with two attentions "
-                "do (DiffLlama), and memories take tokens once. Convert the model with cache='keys'."
+                f"MemoryCache: the tokens of layer {layer} are read a second time in one call, by a layer with two "
+                "attentions (DiffLlama) or one that shares its keys (Gemma 4), and memories take tokens once. Leave "
+                "the cache out, and convert the model with cache='keys'."
             )
         self._unread.remove(layer)
         if layer == len(self._pasts):

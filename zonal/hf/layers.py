@@ -95,6 +95,12 @@ def check_caching(call: str, layers: Sequence[Any]) -> None:
             f"{call}: cache='memory' is for decoders whose layers are all attention, received {found} of "
             f"{type(layers[0]).__name__}. Use cache='keys'."
         )
+    sharing = [number for number, layer in enumerate(layers) if getattr(layer, "is_kv_shared_layer", False)]
+    if sharing:
+        raise ArgumentError(
+            f"{call}: cache='memory' is for layers with keys of their own, and {type(layers[0]).__name__} in layers "
+            f"{sharing} reads those of earlier layers. Use cache='keys'."
+        )
 
 
 def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) -> list[Choice]:
