@@ -114,6 +114,18 @@ def test_layers_may_share_keys() -> None:
         model(tokens, **{hf.CACHE: hf.MemoryCache()})
 
 
+@torch.no_grad()
+def test_layers_of_full_attention_may_have_a_window() -> None:
+    """MiniMax has a window in all of them, and a recurrence in the others."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "num_local_experts": 2, "block_size": 8}
+    model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes, sliding_window=WINDOW)).eval()
+    tokens = drawn(2, 20)
+    wanted = model(tokens).logits
+    hf.convert(model, "softmax")
+    assert close(model(tokens).logits, wanted)
+
+
 @pytest.mark.parametrize("operator", ["softmax", "squared_affine", "sko", "retention", "ska(power=1)"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()

@@ -21,6 +21,8 @@ NAME = "zonal"
 """The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
 _UNUSED_WINDOW = ("moshi",)
 """Models whose config has a sliding window that their layers do not use."""
+_WINDOW_OF_ALL = ("minimax",)
+"""Models whose layers of the kind "full_attention" have the sliding window of the config."""
 _SIZES = ("head_dim", "head_size", "attention_head_size")
 
 Make = Callable[[float], Operator]
@@ -217,7 +219,7 @@ def _others(layer: Any) -> str:
     """What to do about a layer with a sliding window, as a sentence."""
     kinds = getattr(layer.config, "layer_types", None) or ()
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-    if full:
+    if full and layer.config.model_type not in _WINDOW_OF_ALL:
         return f"Convert the layers without one: layers={full}."
     return "Choose an operator that can have a window, such as softmax."
 
@@ -264,7 +266,8 @@ def window_of(layer: Any) -> int | None:
     kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
     if layer.config.model_type in _UNUSED_WINDOW:
         return None
-    if kinds is not None and index is not None and kinds[index] == "full_attention":
+    full = kinds is not None and index is not None and kinds[index] == "full_attention"
+    if full and layer.config.model_type not in _WINDOW_OF_ALL:
         return None  # whatever the model's other layers have
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
