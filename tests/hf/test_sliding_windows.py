@@ -116,14 +116,26 @@ def test_layers_may_share_keys() -> None:
 
 @torch.no_grad()
 def test_layers_of_full_attention_may_have_a_window() -> None:
-    """MiniMax has a window in all of them, and a recurrence in the others."""
+    """MiniMax has a window in all of them, and a recurrence in the others; also when it is converted again."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "num_local_experts": 2, "block_size": 8}
     model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes, sliding_window=WINDOW)).eval()
     tokens = drawn(2, 20)
     wanted = model(tokens).logits
-    hf.convert(model, "softmax")
-    assert close(model(tokens).logits, wanted)
+    for _ in range(2):
+        hf.convert(model, "softmax")
+        assert close(model(tokens).logits, wanted)
+
+
+@torch.no_grad()
+def test_a_window_that_is_not_used_stays_unused_when_a_model_is_converted_again() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "ffn_dim": 48, "sliding_window": WINDOW}
+    model, tokens = transformers.MoshiForCausalLM(transformers.MoshiConfig(**sizes)).eval(), drawn(2, 20)
+    wanted = model(tokens).logits
+    for _ in range(2):
+        hf.convert(model, "softmax")
+        assert close(model(tokens).logits, wanted)
 
 
 @pytest.mark.parametrize("operator", ["softmax", "squared_affine", "sko", "retention", "ska(power=1)"])

@@ -219,7 +219,7 @@ def _others(layer: Any) -> str:
     """What to do about a layer with a sliding window, as a sentence."""
     kinds = getattr(layer.config, "layer_types", None) or ()
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-    if full and layer.config.model_type not in _WINDOW_OF_ALL:
+    if full and _model_type(layer) not in _WINDOW_OF_ALL:
         return f"Convert the layers without one: layers={full}."
     return "Choose an operator that can have a window, such as softmax."
 
@@ -264,12 +264,17 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
 def window_of(layer: Any) -> int | None:
     """The number of tokens in the layer's sliding window, and on each side of an encoder's token; None without one."""
     kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
-    if layer.config.model_type in _UNUSED_WINDOW:
+    if _model_type(layer) in _UNUSED_WINDOW:
         return None
     full = kinds is not None and index is not None and kinds[index] == "full_attention"
-    if full and layer.config.model_type not in _WINDOW_OF_ALL:
+    if full and _model_type(layer) not in _WINDOW_OF_ALL:
         return None  # whatever the model's other layers have
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
+
+
+def _model_type(layer: Any) -> str:
+    """The type of the layer's model before it was converted."""
+    return getattr(layer.config, "base", layer.config.model_type)
 
 
 def unscaled(layer: Any, query: Tensor, scaling: float | None) -> Tensor:
