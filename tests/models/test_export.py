@@ -16,7 +16,7 @@ from zonal import mechanisms as m
 from zonal import nn
 from zonal.errors import ArgumentError
 from zonal.kernels import native
-from zonal.models import CausalLM, ModelConfig, ModelStep, build, export
+from zonal.models import CausalLM, ModelConfig, ModelPrefill, ModelStep, TextEncoder, build, export
 
 DIM = 24
 PLAIN = (
@@ -172,6 +172,10 @@ def test_what_is_no_program_is_refused() -> None:
     for sizes in ({"batch": 0}, {"shortest": 2}, {"longest": 3}):
         with pytest.raises(ArgumentError, match="required batch >= 1 and 3 <= shortest < longest"):
             export(model, **sizes)
+    encoder = TextEncoder(ModelConfig(31, DIM, "softmax", heads=4), seed=0)
+    for call in (export, ModelPrefill):
+        with pytest.raises(ArgumentError, match=r"a zonal\.models\.CausalLM is required, received TextEncoder"):
+            call(encoder)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="the memory holds 1 layers, the model has 2"):
         ModelStep(made("softmax*2"), model.empty_memory(1))
     with pytest.raises(ArgumentError, match=r"waits for whole chunks"):

@@ -116,7 +116,7 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
         shortest, longest: the least and the most tokens of a prompt. ``local_global(window=w)`` needs more than w.
 
     Raises:
-        ArgumentError: sizes are out of range, or the operators wait for whole chunks.
+        ArgumentError: sizes are out of range, the operators wait for whole chunks, or the model is no ``CausalLM``.
         torch._dynamo.exc.UserError: an operator whose computation depends on the number of tokens (docs/export.md).
     """
     if batch < 1 or not SHORTEST <= shortest < longest:
@@ -124,6 +124,7 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
             f"models.export: required batch >= 1 and {SHORTEST} <= shortest < longest, received batch={batch}, "
             f"shortest={shortest}, longest={longest}."
         )
+    prompt = ModelPrefill(model)
     tokens = torch.zeros(batch, shortest + 1, dtype=torch.int64, device=model.embedding.weight.device)
     with portable(), torch.no_grad():
         _, memory = model.prefill(tokens)
@@ -131,12 +132,17 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
         state = step.state(memory)
         shapes = ({1: Dim("tokens", min=shortest, max=longest)},)
         return Programs(
-            torch.export.export(ModelPrefill(model), (tokens,), dynamic_shapes=shapes),
+            torch.export.export(prompt, (tokens,), dynamic_shapes=shapes),
             torch.export.export(step, (tokens[:, :1], state), dynamic_shapes=step.dynamic_shapes(state)),
         )
 
 
 def _blocks(model: CausalLM) -> list[Block]:
+    if not isinstance(model, CausalLM):
+        raise ArgumentError(
+            f"models.export: a zonal.models.CausalLM is required, received {type(model).__name__}. Encoders and models "
+            "of transformers are not exported here: export their layers (docs/export.md)."
+        )
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
