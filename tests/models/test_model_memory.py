@@ -288,10 +288,12 @@ def test_merged_softmax_equals_a_mask_over_one_sequence() -> None:
     near(got, F.linear(model.norm(x), model.embedding.weight)[:, 12:])
 
 
-@pytest.mark.parametrize("name", ["softmax", "sums", "decayed", "ridge", "fading", "mamba2", "fast"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "sums", "decayed", "ridge", "fading", "mamba2", "fast", "rewa_topological"]
+)
 def test_what_forgetting_an_older_span_of_one_text_means(name: str) -> None:
     """Keys and values of one layer without convolution do not depend on their past: forgetting is exact there, but for
-    positions, which stay.
+    positions and shapes of neighbourhoods, which stay.
 
     In a deeper model later tokens have seen the span below, and the gap to never having read it is far beyond rounding.
     """
@@ -308,7 +310,7 @@ def test_what_forgetting_an_older_span_of_one_text_means(name: str) -> None:
         return float((got - expected).abs().max() / expected.abs().max())
 
     flat = {"rotary": False, "conv": 0}
-    if name not in ("mamba2", "fast"):
+    if name not in ("mamba2", "fast", "rewa_topological"):
         assert gap(make(name, 1, **flat)) < 1e-12
     assert gap(make(name, **flat)) > 1e-4
     assert gap(make(name)) > 1e-4
