@@ -10,8 +10,8 @@ input inside it may have none. The source composes the R alone. That loses pairs
 
 A layer is given as its relation (with or without leading axes), as a prior, or as a tuple of priors that all apply.
 Tokenwise parts of a model (norms, feed-forwards, read-outs of its history) add nothing. ``nn.TokenMixer.reads`` gives
-the relation of an attention layer, with its convolution and other charts, and ``reads`` of a model gives those of all
-its layers.
+the relation of an attention layer, with its convolution and other charts, and ``reads`` of a language model
+(``CausalLM``, ``TextEncoder``) gives those of all its layers.
 
 Source: Geometric Attention, definitions 5.8 and 5.9, proposition 5.1 and corollary 5.1, with I | R for R.
 """
