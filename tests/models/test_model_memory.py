@@ -466,6 +466,22 @@ def test_memories_of_models_and_layers_are_printed_in_one_line_and_move() -> Non
     assert torch.equal(made.prefill(token, memory.to("cpu"))[0], made.prefill(token, memory)[0])
 
 
+@pytest.mark.parametrize("given", [None, "layer"])
+@pytest.mark.parametrize("call", ["step", "step_with_report", "decoder", "continuation"])
+def test_what_is_no_memory_of_a_model_is_refused(call: str, given: str | None) -> None:
+    model = make("sums")
+    memory = None if given is None else model.empty_memory(1).layers[0]
+    arguments = {
+        "step": (text(2), memory),
+        "step_with_report": (text(2), memory, {}),
+        "decoder": (memory,),
+        "continuation": (torch.zeros(1, VOCABULARY), memory, 2),
+    }
+    received = "NoneType" if given is None else "LayerMemory"
+    with pytest.raises(ArgumentError, match=rf"CausalLM\.\w+: a ModelMemory is required, received {received}"):
+        getattr(model, call)(*arguments[call])
+
+
 def test_copies_of_a_memory_go_on_with_the_same_model() -> None:
     model = make("mamba2")
     memory = model.prefill(text(6, 1))[1]

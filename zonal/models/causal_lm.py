@@ -154,7 +154,10 @@ class CausalLM(LanguageModel):
     def decoder(self, memory: ModelMemory) -> ModelDecoder:
         """A decoder that continues from a memory, token by token and in place: ``logits = decoder.step(tokens)``.
         ``decoder.memory()`` returns the memory after the steps. The given memory is not changed.
+
+        Raises: ArgumentError if the memory does not fit the model.
         """
+        self._check_layers("decoder", memory)
         return ModelDecoder(self.read_on, memory)
 
     def read_on(
@@ -228,6 +231,7 @@ class CausalLM(LanguageModel):
         Args: logits (B, V) and memory from ``prefill`` or an earlier continuation; neither is changed. The others are
             those of ``generate``.
         """
+        self._check_layers("continuation", memory)
         if max_new_tokens < 0:
             raise ArgumentError(
                 f"CausalLM.continuation: max_new_tokens must not be negative, received {max_new_tokens}."
@@ -397,6 +401,11 @@ class CausalLM(LanguageModel):
         return torch.cat(found, dim=1)
 
     def _check_layers(self, call: str, memory: ModelMemory) -> None:
+        if not isinstance(memory, ModelMemory):
+            raise ArgumentError(
+                f"CausalLM.{call}: a ModelMemory is required, received {type(memory).__name__}. Make it with "
+                "empty_memory() or prefill()."
+            )
         if len(memory.layers) != len(self.blocks):
             raise ArgumentError(
                 f"CausalLM.{call}: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. "
