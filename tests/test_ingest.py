@@ -101,6 +101,8 @@ def test_what_is_not_there_is_refused(notes, tmp_path):
     assert 0.1 < found.fit < 0.5
     with pytest.raises(ArgumentError, match="the question must have words"):
         ingest.ask(archive, "?!")
+    with pytest.raises(ArgumentError, match=r"an Archive is required, received str. .*Archive\.open"):
+        ingest.ask(str(tmp_path / "memory"), "mill")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="least must be above 0"):
         ingest.ask(archive, "mill", least=0)
     assert len(ingest.ask(archive, "the hill, the mill", least=0.1, top=5)) == 2

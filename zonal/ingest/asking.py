@@ -61,8 +61,12 @@ def ask(
     Args:
         least: the smallest ``Answer.fit`` of an answer. top: so many answers at most.
 
-    Raises: ArgumentError for a question without words.
+    Raises: ArgumentError for what is no archive, and for a question without words.
     """
+    if not isinstance(archive, Archive):
+        raise ArgumentError(
+            f"ask: an Archive is required, received {type(archive).__name__}. Read one with Archive.open(folder)."
+        )
     if not 0 < least <= 1 or candidates < 1 or top < 1:
         raise ArgumentError(
             f"ask: least must be above 0 and at most 1, candidates and top at least 1, received {least}, {candidates} "
