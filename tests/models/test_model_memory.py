@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Memory
 from zonal.models import CausalLM, ModelConfig, ModelMemory, build
+from zonal.nn import LayerMemory
 
 VOCABULARY = 19
 LAYERS = {
@@ -480,6 +481,18 @@ def test_what_is_no_memory_of_a_model_is_refused(call: str, given: str | None) -
     received = "NoneType" if given is None else "LayerMemory"
     with pytest.raises(ArgumentError, match=rf"CausalLM\.\w+: a ModelMemory is required, received {received}"):
         getattr(model, call)(*arguments[call])
+
+
+@pytest.mark.parametrize("verb", ["merge", "scatter", "stack"])
+def test_what_is_no_memory_of_a_layer_is_refused(verb: str) -> None:
+    layer = make("sums").empty_memory(1).layers[0]
+    acts = {
+        "merge": lambda other: layer.merge(other),
+        "scatter": lambda other: layer.scatter([0], other),
+        "stack": lambda other: LayerMemory.stack([layer, other]),
+    }
+    with pytest.raises(ArgumentError, match=rf"LayerMemory\.{verb}: another LayerMemory is required, received"):
+        acts[verb](layer.memory)
 
 
 def test_copies_of_a_memory_go_on_with_the_same_model() -> None:

@@ -206,6 +206,7 @@ class LayerMemory:
         Raises: ArgumentError for memories of unlike layers, for names that are taken, and for what a Mamba-3 layer read
         (its state turns with all that came before).
         """
+        _check_memories("merge", [other])
         if other.memory.operator is not self.memory.operator:
             raise ArgumentError(
                 "LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or "
@@ -231,6 +232,7 @@ class LayerMemory:
 
     def scatter(self, index: Sequence[int] | Tensor, other: "LayerMemory") -> "LayerMemory":
         """This memory with the sequences ``index`` replaced by those of ``other``, one each."""
+        _check_memories("scatter", [other])
         memory = self.memory.scatter(index, other.memory)
         places = checked_index("LayerMemory.scatter", index, self.batch)
         order = torch.arange(self.batch)
@@ -242,6 +244,7 @@ class LayerMemory:
     @staticmethod
     def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
         """One memory of the sequences of several, one after another; see ``Memory.stack``."""
+        _check_memories("stack", memories)
         if not memories or any(memory.memory.operator is not memories[0].memory.operator for memory in memories):
             raise ArgumentError(
                 "LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model."
@@ -327,6 +330,15 @@ def _padding(before: Tensor | None, key_padding_mask: Tensor | None) -> Tensor |
         return before
     absent = (~key_padding_mask).sum(dim=1)
     return absent if before is None else before + absent
+
+
+def _check_memories(verb: str, given: Sequence[LayerMemory]) -> None:
+    for each in given:
+        if not isinstance(each, LayerMemory):
+            raise ArgumentError(
+                f"LayerMemory.{verb}: another LayerMemory is required, received {type(each).__name__}. Read the other "
+                "text with the layer, from its empty_memory()."
+            )
 
 
 def placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
