@@ -357,10 +357,11 @@ FOREIGN = {
     ("zonal.hf.attending", "**others"),
     ("zonal.hf.swap", "**model_kwargs"),
     ("zonal.hf.swap", "**others"),
+    ("zonal.mechanisms.registry", "**given"),
     ("zonal.names", "**given"),
 }
-"""transformers calls what is there with names that change from version to version; what refuses unknown names has to be
-given them. Of a damaged model it raises anything, a bare Exception included.
+"""transformers calls what is there with names that change from version to version; decorators of any function pass on
+what it is given. Of a damaged model it raises anything, a bare Exception included.
 """
 
 

@@ -63,7 +63,7 @@ def kernel_ridge(
         anchor = Ridge(eps=eps, learn_ridge=learn_ridge)
     else:
         anchor = Koopman(power=power, eps=eps, learn_ridge=learn_ridge)
-    operator = Operator(
+    return Operator(
         made.score,
         made.link,
         anchor,
@@ -72,8 +72,6 @@ def kernel_ridge(
         layer_init="default" if power is None else "orthogonal",
         qk_dim=made.qk_dim if d_qk is None else d_qk,
     )
-    operator.check("kernel_ridge")
-    return operator
 
 
 __all__ = ["kernel_ridge"]

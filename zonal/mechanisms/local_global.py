@@ -75,15 +75,13 @@ def local_global(
     score = made.score
     if isinstance(score, Features):  # what it sees has been divided by D^(1/4)
         score = replace(score, scaled=False)
-    operator = Operator(
+    return Operator(
         Dot(scale=scale),
         Exp(),
         LocalGlobal(window, score, made.link, weight, learn_weight, first),
         name="local_global",
         qk_dim=d_qk,
     )
-    operator.check("local_global")
-    return operator
 
 
 __all__ = ["local_global"]

@@ -87,7 +87,7 @@ def regime(
     assert isinstance(scored, Score)
     assert isinstance(linked, Link)
     assert isinstance(anchored, Anchor)
-    operator = Operator(
+    return Operator(
         scored,
         linked,
         anchored,
@@ -97,8 +97,6 @@ def regime(
         readout=_readout(anchored) if readout == "auto" else readout,
         layer_init=_layer_init(anchored) if layer_init == "auto" else layer_init,
     )
-    operator.check("regime")
-    return operator
 
 
 def _readout(anchor: Anchor) -> Readout:

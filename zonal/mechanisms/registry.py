@@ -1,7 +1,8 @@
 """The table of mechanisms: each module enters its own when it is imported."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from zonal.algebra import Operator
 from zonal.names import known_names
@@ -28,15 +29,23 @@ MECHANISMS: dict[str, Mechanism] = {}
 
 
 def mechanism(label: str, line: str, *, weights: str, memory: str, paths: str) -> Callable[[Make], Make]:
-    """Enter the decorated function in ``MECHANISMS`` under its own name; it then refuses arguments of unknown names.
+    """Enter the decorated function in ``MECHANISMS`` under its own name.
 
-    The arguments are those of ``Mechanism``.
+    It then refuses arguments of unknown names, and those of an operator that could not be run. The arguments are those
+    of ``Mechanism``.
     """
 
     def entered(make: Make) -> Make:
-        checked = known_names(make)
+        named = known_names(make)
+
+        @functools.wraps(make)
+        def checked(*args: Any, **given: Any) -> Operator:
+            operator = named(*args, **given)
+            operator.check(make.__name__)
+            return operator
+
         MECHANISMS[make.__name__] = Mechanism(checked, label, line, weights, memory, paths)
-        return checked
+        return cast(Make, checked)
 
     return entered
 

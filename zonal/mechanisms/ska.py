@@ -67,7 +67,7 @@ def ska(
         eta=eta,
         compact=compact,
     )
-    made = Operator(
+    return Operator(
         Dot(scale=1.0, key_limit=key_limit),
         Identity(),
         anchor,
@@ -76,5 +76,3 @@ def ska(
         layer_init="orthogonal",
         qk_dim=rank,
     )
-    made.check("ska")
-    return made
