@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,21 @@ def test_built_once_and_kept(empty_cache: Path) -> None:
     assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".lock", ".so"]  # nothing half written stays
     # other formulas, flags or compilers are other libraries
     assert native_kernels.target(replace(code, cpp_value="x * x"), "ridge_decode") != path
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_what_takes_so_long(
+    terminal: bool, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(*_: object) -> None:
+        raise build.BuildError("build: stopped")
+
+    monkeypatch.setattr(build, "make", make)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(build.BuildError, match="stopped"):
+        native_kernels.load(FORMULAS["exp"], "tile")
+    said = capsys.readouterr().err
+    assert ("compiling a CPU kernel (exp, tile" in said and "`zonal build`" in said) if terminal else not said
 
 
 def test_two_that_need_a_library_at_once_compile_it_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

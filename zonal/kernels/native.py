@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -354,6 +355,11 @@ def _loaded(code: Formula, source: str, isa: InstructionSet) -> ctypes.CDLL:
     lacks = ", ".join(sorted(isa.needs - choice.features()))
     if lacks:
         raise BuildError(f"build: a kernel for {isa.label} is not loaded: this processor does not report {lacks}.")
+    if built(code, source, isa) is None and sys.stderr.isatty():  # or the call would seem to hang
+        sys.stderr.write(
+            f"zonal: compiling a CPU kernel ({code.name}, {source}, {isa.label}), which takes some seconds, once. "
+            "`zonal build` compiles all of them ahead of time.\n"
+        )
     path = build(code, source, isa)
     if path.parent != recipe.SHIPPED:
         library = _opened(path)
