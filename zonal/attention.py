@@ -189,7 +189,7 @@ def _advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start
         if hidden:
             warnings.warn(
                 f"attention: key_padding_mask hides every key of {hidden} of {len(mask)} sequences, "
-                "whose output is zero. True marks real tokens here; torch's "
-                "key_padding_mask marks padding with True: pass its opposite, ~key_padding_mask.",
+                "whose output is zero. This is right where a piece of a text holds padding only. If it is not meant: "
+                "True marks real tokens here, and padding in torch's key_padding_mask. Pass ~key_padding_mask.",
                 stacklevel=_CALLER,
             )
