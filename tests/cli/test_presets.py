@@ -46,7 +46,7 @@ EXPANDED = {
     "echo-1m": "a31e5ef19dc8bdb0",
     "echo-1m-form": "8d5d4b6a7f169517",
     "mqar-memory": "c36a16f4c2d541ce",
-    "mqar-based": "7ef5cd883c41a9e4",
+    "mqar-based": "7a2dc6eec8670304",
     "echo-tools": "2b44b8662ea27c85",
     "encoders-text": "2b507e6f78df387c",
     "rewa-forms": "54a47eb78b2038f5",
