@@ -421,7 +421,7 @@ class Plan:
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a compiled kernel of the CPU may be given these tensors as they are."""
-        if q is None or k is None or v is None or not plain(q, k, v):  # plain() passes over None
+        if q is None or k is None or v is None or not plain((q, k, v)):  # plain() passes over None
             return False
         if (q.shape, k.shape, v.shape) != self.shapes:
             return False

@@ -111,7 +111,7 @@ class Op:
 
     def __call__(self, inputs: Any, spec: Any) -> Any:
         """The results, through torch's operator when gradients, tracers or modes need it, else without its overhead."""
-        if _plain(inputs) and not recorded(inputs):
+        if plain(inputs) and not recorded(inputs):
             return self.bodies["cpu"].forward(inputs, spec)
         operator = self._transformed if torch_func.active() else self.operator
         found = operator(*inputs, encode(spec))
@@ -222,14 +222,10 @@ def recorded(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def plain(*tensors: Tensor | None) -> bool:
+def plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether these are CPU tensors without tracers, modes or tangents, so that a short call can skip torch's
     operators.
     """
-    return _plain(tensors)
-
-
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
     if _compiling() or _tracing() is not None or _modes() or _transformed() or forward_ad._current_level >= 0:
         return False
     for x in tensors:

@@ -81,7 +81,7 @@ def chunked(call: Call) -> tuple[Tensor, Memory | None]:
     if earlier is not None:
         before, passed = Before(*earlier.whitened(call.bound), earlier.level), earlier.real
     given = RidgeInputs(q, k, v, scale, rho, *before, call.log_decay, passed)
-    if plain(*given) and not recorded(given):
+    if plain(given) and not recorded(given):
         y, _ = read(given, places_of(seen, k.shape[2]), spec)
     else:
         start = seen.segment_start if seen.packed else None

@@ -130,7 +130,7 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, 
 def run_kernel(given: SumsInputs, seen: Visibility, spec: SumsSpec) -> tuple[Tensor, Tensor]:
     """y, and the state after the last key where ``spec`` keeps it. given: all but who sees whom, which is ``seen``."""
     keys = given.k.shape[2]
-    if plain(*given) and not recorded(given):
+    if plain(given) and not recorded(given):
         y, _, final, _ = summed(given, places_of(seen, keys), spec)
     else:
         mask = None if seen.key_mask is None else seen.key_mask[:, :keys]

@@ -71,7 +71,7 @@ class Compiled:
         batch, kv_heads, dim, value_dim = self.sizes
         if q is None or k is None or v is None:  # plain() passes over None; other values are refused by it
             return False
-        if scale != self.scale or not plain(q, k, v) or q.ndim != 4:
+        if scale != self.scale or not plain((q, k, v)) or q.ndim != 4:
             return False
         dtype, tokens, numbers = self.dtype, q.shape[2], self._numbers
         if (
