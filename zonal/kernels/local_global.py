@@ -80,12 +80,6 @@ def backward(
     return *found, inputs.below(whole) * torch.cat([dy, -(dy * y).sum(-1, keepdim=True)], -1), dcol
 
 
-def _shapes(inputs: WindowInputs, spec: TileSpec) -> Results:
-    q, shape = inputs.q, (*inputs.q.shape[:3], inputs.v.shape[3])
-    kept = q.dtype != torch.float32 and not spec.inference
-    return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32), q.new_empty(shape if kept else 0)
-
-
 local_global = Op(
     "local_global",
     WindowInputs,
@@ -93,7 +87,7 @@ local_global = Op(
     results=3,
     learned=("q", "k", "v", "scale", "coefficients", "beyond", "col"),
     bodies={"cpu": Body(forward, backward)},
-    shapes=_shapes,
+    shapes=lambda inputs, spec: tile.shapes(inputs.tiles, spec),
     fixed=(1, 2),
     refusal=only_first("chunked"),
 )

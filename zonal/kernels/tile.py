@@ -192,7 +192,8 @@ def padded(gradient: Tensor, coefficients: Tensor) -> Tensor:
     return torch.nn.functional.pad(gradient, (0, coefficients.shape[1] - gradient.shape[1]))
 
 
-def _shapes(inputs: TileInputs, spec: TileSpec) -> Results:
+def shapes(inputs: TileInputs, spec: TileSpec) -> Results:
+    """Empty results of ``forward``."""
     q, shape = inputs.q, (*inputs.q.shape[:3], inputs.v.shape[3])
     kept = q.device.type == "cpu" and q.dtype != torch.float32 and not spec.inference
     return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32), q.new_empty(shape if kept else 0)
@@ -210,7 +211,7 @@ tile = Op(
         # it has no log prior
         "cuda": Body(_CUDA.forward, lambda *given: (*_CUDA.backward(*given), None, None)),
     },
-    shapes=_shapes,
+    shapes=shapes,
     fixed=(1, 2),
     mapped=("tttppme---", "ttt"),
     refusal=only_first("tiled"),
@@ -219,5 +220,5 @@ tile = Op(
 
 __all__ = [
     "CALL", "FAMILY", "SHAPES", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at",
-    "rows_and_keys", "tile",
+    "rows_and_keys", "shapes", "tile",
 ]  # fmt: skip
