@@ -6,14 +6,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent / "cpp"
-ANCHORS = {"row": 0, "count": 1, "raw": 2}
-"""The number of each anchor in the C++ sources."""
+Anchor = Literal["row", "count", "raw"]
+"""What a kernel divides each row by: its sum, the number of visible keys, nothing."""
+ANCHORS: dict[Anchor, int] = {"row": 0, "count": 1, "raw": 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers of anchors, and of the types of queries, keys and values, in the C++ sources."""
 _NUMBERS = {"int64_t": "q", "float": "f", "double": "d"}
 _POINTERS = {
     "float": (torch.float32,),
@@ -236,4 +239,4 @@ def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x[once].contiguous().expand_as(x)
 
 
-__all__ = ["ANCHORS", "Arguments", "Struct", "address", "dense_last", "empty", "plain", "zeros"]
+__all__ = ["ANCHORS", "TYPES", "Anchor", "Arguments", "Struct", "address", "dense_last", "empty", "plain", "zeros"]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,12 @@ from zonal.algebra.score import FeatureLayer
 from zonal.algebra.score.feature_layer import underflow_error
 from zonal.formula import FORMULAS
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, address, dense_last, empty
+from zonal.kernels.abi import TYPES, Anchor, Arguments, address, dense_last, empty
 from zonal.kernels.features import blocks_of
 from zonal.kernels.native import Family
 from zonal.kernels.sums import tables
 
 FAMILY = Family("decode", FORMULAS["identity"], cuda=False)
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The types of queries, keys and values, with their numbers in the C++ sources."""
 _DECODER = abi.Struct("decode.cpp", "Decoder", {
     "scale": "H", "weights": "scaled F", "roots": "roots", "tails": "powers E", "near": "H", "share": "H",
     "query.weight": "query.heads D query.rows", "key.weight": "key.heads D key.rows",
@@ -43,7 +41,7 @@ class DecodeSpec:
     shape: tuple[int, int, int, int, int]
     degree: int
     lowest: int
-    anchor: Literal["row", "count", "raw"]
+    anchor: Anchor
     positive: bool
     include_self: bool
     normalise: bool = False
@@ -230,4 +228,4 @@ def _sizes(layer: FeatureLayer) -> Mapping[str, int]:
     }  # fmt: skip
 
 
-__all__ = ["FAMILY", "TYPES", "DecodeSpec", "Decoder", "Maps", "Window", "WindowSpec"]
+__all__ = ["FAMILY", "DecodeSpec", "Decoder", "Maps", "Window", "WindowSpec"]

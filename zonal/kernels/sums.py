@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments, dense_last, empty
+from zonal.kernels.abi import Anchor, Arguments, dense_last, empty
 from zonal.kernels.native import Family
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 from zonal.kernels.tile import padded
@@ -49,7 +49,7 @@ class SumsSpec:
     link: Formula
     degree: int
     lowest: int
-    anchor: Literal["row", "count", "raw"]
+    anchor: Anchor
     normalise: bool = False
     keeps: bool = False
     positive: bool = False

@@ -9,14 +9,14 @@ S_ts = scale_h f(q_t) . f(k_s), with f the identity or x / |x|:
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels import abi
-from zonal.kernels.abi import Arguments
+from zonal.kernels.abi import TYPES, Anchor, Arguments
 from zonal.kernels.native import Family, load
 from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda, only_first
 
@@ -29,8 +29,6 @@ SHAPES = {
     "dcol": "split B H S",
 }  # fmt: skip
 CALL = abi.Struct("common.hpp", "Call", SHAPES)
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The number of each type of tokens in the C++ sources."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class TileSpec:
     """
 
     link: Formula
-    anchor: Literal["row", "count", "raw"]
+    anchor: Anchor
     normalise: bool = False
     causal: bool = True
     include_self: bool = True
@@ -138,7 +136,7 @@ def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]
     q, _, v = inputs[:3]
     dtype = q.dtype
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
-    call.set({"type": _TYPES[dtype]})
+    call.set({"type": TYPES[dtype]})
     point_at(call, inputs, dtype)
     y, factor = call.new("y", dtype=dtype), call.new("factor")
     kept = not spec.inference and dtype != torch.float32
@@ -158,7 +156,7 @@ def backward(
     scaled, learned, dtype = "scale" in asked, spec.learned if "coefficients" in asked else 0, q.dtype
     split, places = parts_of(inputs)
     call = Arguments(CALL, rows_and_keys(inputs, spec), {"edges": inputs.documents + 1})
-    numbers = {"type": _TYPES[dtype], "learned": learned, "split": split}
+    numbers = {"type": TYPES[dtype], "learned": learned, "split": split}
     call.set(numbers, {"places": places, "columns": q.shape[3] + v.shape[3]})
     point_at(call, inputs, dtype)
     call.point("y", y, dtype)

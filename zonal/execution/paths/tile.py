@@ -5,7 +5,7 @@ It also holds what all bridges to kernels share: refusal messages, the kernels' 
 
 import functools
 from dataclasses import replace
-from typing import Literal, cast, get_args
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,24 +17,23 @@ from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.execution.paths.features import prepared
 from zonal.formula import Formula
+from zonal.kernels.abi import ANCHORS, Anchor
 from zonal.kernels.native import LARGEST, Reason
 from zonal.kernels.op import recorded
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 
-Kind = Literal["row", "count", "raw"]
-_KINDS = get_args(Kind)
 _FAR = 1e30
 """An end of a domain at infinity, in source text, which has no literal for it. In float32, also times log2(e)."""
 
 
-def kind_of(call: Call) -> Kind:
+def kind_of(call: Call) -> Anchor:
     """The anchor as the kernels name it, for those that ``other_anchor`` does not refuse."""
-    return cast(Kind, call.tags.reduction)
+    return cast(Anchor, call.tags.reduction)
 
 
 def other_anchor(call: Call) -> Reason:
     """The refusal of an anchor that is neither Row, Count nor Raw."""
-    return None if call.tags.reduction in _KINDS else f"anchor {type(call.bound.anchor).__name__} is not in it"
+    return None if call.tags.reduction in ANCHORS else f"anchor {type(call.bound.anchor).__name__} is not in it"
 
 
 def empty_rows(call: Call) -> Reason:
