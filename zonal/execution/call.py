@@ -1,9 +1,11 @@
 """One call of attention, checked and prepared: what every path receives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra import Operator, Tags
@@ -21,6 +23,8 @@ from zonal.memory.tokens import joined
 from zonal.memory.weights import check_weights, weighed
 from zonal.typed import check_switch, check_tensors
 
+Result = tuple[Tensor, Memory | None]
+"""y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -377,10 +381,11 @@ def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) ->
     )  # fmt: skip
 
 
-def tail(call: Call, first: int) -> Call:
-    """The call without its first queries."""
-    tokens = Prepared(call.q[:, :, first:], call.k, call.v)
-    return replace(call, raw=None, prepared=tokens, visibility=call.visibility.tail(first))
+def without_idle(call: Call, idle: int, run: Callable[[Call], Result]) -> Result:
+    """``run`` without the first ``idle`` queries, which come before the first key and see nothing: their y is zero."""
+    tokens = Prepared(call.q[:, :, idle:], call.k, call.v)
+    y, after = run(replace(call, raw=None, prepared=tokens, visibility=call.visibility.tail(idle)))
+    return F.pad(y, (0, 0, idle, 0)), after
 
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:

@@ -17,10 +17,10 @@ import torch
 from zonal import device_memory, torch_func
 from zonal.errors import PathError, unknown_name
 from zonal.execution import machine as machines
-from zonal.execution.call import Call
+from zonal.execution.call import Call, Result
 from zonal.execution.machine import LARGE, Machine
 from zonal.execution.paths.dense import dense
-from zonal.execution.routes import PATHS, Asked, Result, Route, asked
+from zonal.execution.routes import PATHS, Asked, Route, asked
 from zonal.execution.shape import Shape, shape_of
 from zonal.kernels.build import BuildError
 

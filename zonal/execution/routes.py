@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zonal import torch_func
 from zonal.execution import work
-from zonal.execution.call import Call, following
+from zonal.execution.call import Call, Result, following
 from zonal.execution.paths import (
     chunked,
     distance,
@@ -34,10 +34,7 @@ from zonal.execution.paths.steps.window import window_refusal
 from zonal.execution.paths.sums import Runner
 from zonal.execution.shape import Shape
 from zonal.execution.work import Work
-from zonal.memory import KeyValues, Memory
-
-Result = tuple[Tensor, Memory | None]
-"""y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
+from zonal.memory import KeyValues
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,4 +263,4 @@ def asked(call: Call, path: str | None = None) -> Asked:
     return Asked(tuple(routes), refused, without)
 
 
-__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "asked"]
+__all__ = ["PATHS", "ROUTES", "Asked", "Route", "asked"]

@@ -7,12 +7,11 @@ of a plain product carry G, M, C (``blocks``). Packed documents run as a batch o
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, check_memory, tail
+from zonal.execution.call import Call, Result, check_memory, without_idle
 from zonal.execution.paths.blocks import Statistics
 from zonal.execution.paths.blocks import by_torch as ridge_by_torch
 from zonal.execution.paths.documents import by_document
@@ -52,7 +51,7 @@ def refusal(call: Call) -> str | None:
     return reason
 
 
-def chunked(call: Call, block: int | None = None) -> tuple[Tensor, Memory | None]:
+def chunked(call: Call, block: int | None = None) -> Result:
     """y (B, H, T, P) by torch, and the memory after the call's tokens where it goes on from one, for a call that is
     not refused.
 
@@ -65,10 +64,7 @@ def chunked(call: Call, block: int | None = None) -> tuple[Tensor, Memory | None
         return by_document(call, lambda part: chunked(part, block)[0]), None
     tokens, before = _placed(call)
     if call.causal and call.q.shape[2] > tokens.length:
-        # the first queries come before the first key and see nothing
-        idle = call.q.shape[2] - tokens.length
-        y, after = chunked(tail(call, idle), block)
-        return F.pad(y, (0, 0, idle, 0)), after
+        return without_idle(call, call.q.shape[2] - tokens.length, lambda part: chunked(part, block))
     final = None
     if call.tags.solves:
         y = ridge_by_torch(call, tokens, cast(Statistics | None, statistics_of(before)), block)

@@ -18,7 +18,7 @@ from zonal.algebra.anchor import Row, State
 from zonal.algebra.bound import Far
 from zonal.algebra.prior import visibility
 from zonal.algebra.score import Fused
-from zonal.execution.call import Call, check_memory, tail
+from zonal.execution.call import Call, Result, check_memory, without_idle
 from zonal.execution.paths import tile
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.features import with_matrix
@@ -34,7 +34,7 @@ from zonal.kernels.sums import FAMILY as SUMS
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
-from zonal.memory import Memory, Tokens, WindowedSums
+from zonal.memory import Tokens, WindowedSums
 from zonal.memory.sums import with_mass
 from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, require_summed, taken
 
@@ -84,7 +84,7 @@ def _unfit(call: Call) -> Reason:
     return tile.too_wide(call.shape.dim, call.shape.value_dim)
 
 
-def compiled(call: Call) -> tuple[Tensor, Memory | None]:
+def compiled(call: Call) -> Result:
     """y (B, H, T, P) by two compiled kernels, and the memory after the call's tokens.
 
     Raises: BuildError when a kernel does not compile.
@@ -92,19 +92,18 @@ def compiled(call: Call) -> tuple[Tensor, Memory | None]:
     return _run(call, _by_kernels)
 
 
-def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
+def by_torch(call: Call) -> Result:
     """y (B, H, T, P) by torch, and the memory after the call's tokens."""
     return _run(call, _by_torch)
 
 
-def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Memory | None]:
+def _run(call: Call, body: Callable[[Call, _Placed], tuple[Tensor, Tensor | None]]) -> Result:
     """y, and the memory after the call's tokens. body: y of placed tokens, and the sums before the last window."""
     if call.visibility.packed:
         return by_document(call, lambda part: _run(part, body)[0]), None
     queries, keys = call.shape.queries, call.shape.keys
-    if queries > keys:  # the first queries come before the first key and see nothing
-        y, after = _run(tail(call, queries - keys), body)
-        return F.pad(y, (0, 0, queries - keys, 0)), after
+    if queries > keys:
+        return without_idle(call, queries - keys, lambda part: _run(part, body))
     memory = call.memory
     if queries == 0:
         y = call.q[..., :1].expand(*call.q.shape[:3], call.shape.value_dim)  # no rows, but part of the graph

@@ -10,14 +10,13 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped
-from zonal.execution.call import Call
+from zonal.execution.call import Call, Result
 from zonal.execution.paths import tile
 from zonal.execution.paths.sums import Runner, places_of
 from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
-from zonal.memory import Memory
 from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
@@ -59,7 +58,7 @@ def cuda_refusal(call: Call) -> Reason:
     return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
-def chunked(call: Call) -> tuple[Tensor, Memory | None]:
+def chunked(call: Call) -> Result:
     """y (B, H, T, P) for a call that is not refused, and the memory after its tokens where it goes on from one.
 
     Raises: BuildError when the kernel does not compile; NonFiniteError when G + rho I is not positive definite. On

@@ -7,10 +7,9 @@ operator's memory is; slow for many tokens, and the same function.
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.execution.call import Call, check_memory, empty_memory, tail
+from zonal.execution.call import Call, Result, check_memory, empty_memory, without_idle
 from zonal.execution.paths.documents import by_document
 from zonal.execution.paths.steps.kinds import KINDS, Steps
 from zonal.execution.paths.steps.window import WindowSteps
@@ -32,7 +31,7 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
+def by_kernel(call: Call) -> Result:
     """y and the memory after a few tokens, by a compiled kernel. Raises: BuildError when it does not compile."""
     memory = call.memory
     memory = empty_memory(call) if memory is None else memory
@@ -45,7 +44,7 @@ def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
     return y, None if call.memory is None else steps.memory()
 
 
-def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
+def by_torch(call: Call) -> Result:
     """y (B, H, T, P) by torch, and the memory after the call's tokens where it goes on from one."""
     memory = call.memory
     if call.visibility.packed and memory is None:
@@ -56,9 +55,7 @@ def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
     check_memory(call, memory)
     queries, keys = call.q.shape[2], call.k.shape[2]
     if queries > keys:
-        # the first queries stand before the first key and see nothing
-        y, after = by_torch(tail(call, queries - keys))
-        return F.pad(y, (0, 0, queries - keys, 0)), after
+        return without_idle(call, queries - keys, by_torch)
     tokens = call.new_tokens
     if keys > queries:
         memory = memory.extended(tokens.span(0, keys - queries))

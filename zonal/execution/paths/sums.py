@@ -10,7 +10,7 @@ from torch import Tensor
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, Rule, Visibility, intervals_of
 from zonal.algebra.score import Fused
-from zonal.execution.call import Call, Prepared
+from zonal.execution.call import Call, Prepared, Result
 from zonal.execution.paths import tile
 from zonal.execution.paths.features import layers_of, made_by
 from zonal.features import SymmetricPowers, feature_map
@@ -64,7 +64,7 @@ def cuda_refusal(call: Call) -> Reason:
     return tile.too_wide(call.shape.dim, call.shape.value_dim)
 
 
-def chunked(call: Call) -> tuple[Tensor, Memory | None]:
+def chunked(call: Call) -> Result:
     """y (B, H, T, P) for a call that is not refused, and the memory after its tokens where it goes on from one.
 
     With a positive link and the row anchor, a row whose sum over features nearly vanishes is summed key by key. It is
