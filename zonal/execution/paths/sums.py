@@ -13,7 +13,7 @@ from zonal.algebra.score import Fused
 from zonal.execution.call import Call, Prepared, Result
 from zonal.execution.paths import tile
 from zonal.execution.paths.features import layers_of, made_by
-from zonal.features import SymmetricPowers, feature_map
+from zonal.features import SymmetricPowers
 from zonal.features.serve import powers_of
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
@@ -55,12 +55,11 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
 
 def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
-    link, features = call.bound.link, feature_map(call.bound.link)
-    code = tile.code_of(link)
-    if code is None or not code.triton:
-        return f"link {type(link).__name__} has no Triton functions"
-    if features is not None and features.degree > 2:
-        return f"on CUDA powers of the score up to 2 are in it, link {type(link).__name__} has {features.degree}"
+    link = call.bound.link
+    if (reason := tile.without_triton(link, tile.code_of(link))) is not None:
+        return reason
+    if (degree := powers_of(link).degree) > 2:
+        return f"on CUDA powers of the score up to 2 are in it, link {type(link).__name__} has {degree}"
     return tile.too_wide(call.shape.dim, call.shape.value_dim)
 
 
