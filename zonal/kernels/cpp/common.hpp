@@ -159,8 +159,12 @@ extern "C" {
 
 int64_t zonal_version() { return 8; }
 
-struct Strides {
+struct Strides {  // what a step along each axis but the last is, in numbers
   int64_t batch, head, token;
+};
+
+struct Axes {  // and along the last
+  int64_t batch, head, token, last;
 };
 
 struct Plane {  // strides of (B, H, n) with n contiguous

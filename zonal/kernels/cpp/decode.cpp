@@ -50,10 +50,6 @@ struct Decoder {
   float key_scale;  // of a key before its features are made
 };
 
-struct Axes {  // what a step along each is, in numbers
-  int64_t batch, head, token, last;
-};
-
 // And for each call. Last axes of q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P) have stride 1; all of one ``type``
 // (enum Type). before and after (B, Hkv, F, W), the same place or two that share nothing. count: tokens in the memory,
 // of which padding (B) are padding. y (B, H, T, P). keep (B, Hkv, T): what each token leaves of the state before it;

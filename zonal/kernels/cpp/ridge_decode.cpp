@@ -27,10 +27,6 @@ inline const VD& lanes(const double* p) { return *reinterpret_cast<const VD*>(p)
 
 extern "C" {
 
-struct Axes {  // what a step along each is, in numbers
-  int64_t batch, head, token, last;
-};
-
 constexpr int64_t LATE = 16;  // tokens that stay beside the sums, at most
 
 // What zonal/kernels/ridge_decode.py fills in. Last axes of q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P)

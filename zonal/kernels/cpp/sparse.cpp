@@ -14,10 +14,6 @@
 
 extern "C" {
 
-struct Axes {
-  int64_t batch, head, token;
-};
-
 // What zonal/kernels/sparse.py fills in. Last axes of q (B, H, T, D + 3F), k (B, Hkv, S, D + 2F), v and dy have stride 1. Of F factors (0: dot
 // products): kinds, sizes, eps; after the D numbers of its parts a query has F weights, F radii and their F sinh, a key F radii and F sinh. For
 // an angle the radius is 1 where the direction is missing, else 0. order (B, Hkv, L, S): keys by table; start, stop (B, H, T, L): places in it; walk (B, H, T): queries in turn.
@@ -26,7 +22,7 @@ struct Sparse {
   const int32_t *order, *start, *stop, *walk;
   const int64_t *kinds, *sizes;
   const float* eps;
-  Axes qs, ks, vs, dys;
+  Strides qs, ks, vs, dys;
   int64_t B, H, Hkv, T, S, D, P, L, F, top;
   float *y, *least, *whole;  // (B, H, T, P); (B, H, T): the least score kept and log sum exp of those kept
   int32_t* met;              // (B, H, T): how many candidates there were, or null
