@@ -578,11 +578,29 @@ int with_copies(const Call& c, const F& run) {
   return failed;
 }
 
+// task(i, scratch) for i < tasks, shared out over the threads if ``team``: to wake them takes some ten microseconds. Each thread keeps its
+// scratch from call to call. Returns 0, or 1 when memory ran out.
+template <typename Scratch, typename F>
+int each_task(int64_t tasks, bool team, const F& task) {
+  if (tasks == 0) return 0;
+  std::atomic<int> failed{0};
+  std::atomic<int64_t> next{0};
+#pragma omp parallel if (team && tasks > 1)
+  {
+    static thread_local Scratch scratch;
+    try {
+      for (int64_t i = next++; i < tasks; i = next++) task(i, scratch);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  }
+  return failed;
+}
+
 // every task of the forward pass, shared out over the threads. Returns 0, or 1 when memory ran out.
 template <typename T>
 int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64_t, int64_t, const Shared&, Scratch&)) {
   if (c.B == 0 || c.H == 0 || c.T == 0) return 0;
-  std::atomic<int> failed{0};
   try {
     Scratch room;
     const Shared shared = share<T>(c, room);
@@ -590,24 +608,14 @@ int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64
     // enough tasks to keep every thread busy to the end, the long ones first
     int64_t span = COLUMNS * C;
     while (span > C && c.B * c.H * ((c.T + span - 1) / span) < 8 * threads()) span = std::max<int64_t>(C, span / 2);
-    const int64_t blocks = (c.T + span - 1) / span, tasks = c.B * c.H * blocks;
-    std::atomic<int64_t> next{0};
-#pragma omp parallel if (worth_a_team(c))
-    {
-      static thread_local Scratch scratch;
-      try {
-        for (int64_t i = next++; i < tasks; i = next++) {
-          const int64_t block = blocks - 1 - i / (c.B * c.H), head = i % (c.B * c.H);
-          task(c, head / c.H, head % c.H, block * span, std::min(c.T, (block + 1) * span), shared, scratch);
-        }
-      } catch (const std::bad_alloc&) {
-        failed = 1;
-      }
-    }
+    const int64_t blocks = (c.T + span - 1) / span;
+    return each_task<Scratch>(c.B * c.H * blocks, worth_a_team(c), [&](int64_t i, Scratch& scratch) {
+      const int64_t block = blocks - 1 - i / (c.B * c.H), head = i % (c.B * c.H);
+      task(c, head / c.H, head % c.H, block * span, std::min(c.T, (block + 1) * span), shared, scratch);
+    });
   } catch (const std::bad_alloc&) {
-    failed = 1;
+    return 1;
   }
-  return failed;
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------------------------
@@ -709,25 +717,6 @@ int run_backward(
 }
 
 // ---- tasks of other kernels ------------------------------------------------------------------------------------------------------------
-
-// task(i, scratch) for i < tasks, shared out over the threads if ``team``: to wake them takes some ten microseconds. Each thread keeps its
-// scratch from call to call. Returns 0, or 1 when memory ran out.
-template <typename Scratch, typename F>
-int each_task(int64_t tasks, bool team, const F& task) {
-  if (tasks == 0) return 0;
-  std::atomic<int> failed{0};
-  std::atomic<int64_t> next{0};
-#pragma omp parallel if (team && tasks > 1)
-  {
-    static thread_local Scratch scratch;
-    try {
-      for (int64_t i = next++; i < tasks; i = next++) task(i, scratch);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  }
-  return failed;
-}
 
 // 1 when memory ran out in task(i, scratch), else 0
 template <typename Scratch, typename F>

@@ -602,23 +602,13 @@ void zonal_sparse_fold(int64_t cells, int64_t count, uint32_t* codes) {
 
 int zonal_sparse_places(const Places* call) {
   const Places& c = *call;
-  const int64_t tables = c.B * c.Hkv * c.L, tasks = tables + c.B * c.H;
-  std::atomic<bool> failed{false};
-#pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t task = 0; task < tasks; ++task) {
-    try {
-      thread_local Counts counts;
-      counts.first.resize(CODES + 2);
-      counts.passed.resize(CODES + 2);
-      if (task < tables)
-        table(c, task / c.L / c.Hkv, task / c.L % c.Hkv, task % c.L, counts);
-      else
-        walk(c, (task - tables) / c.H, (task - tables) % c.H, counts);
-    } catch (const std::bad_alloc&) {
-      failed = true;
-    }
-  }
-  return failed;
+  const int64_t tables = c.B * c.Hkv * c.L;
+  return each_task<Counts>(tables + c.B * c.H, true, [&](int64_t task, Counts& counts) {
+    counts.first.resize(CODES + 2);
+    counts.passed.resize(CODES + 2);
+    if (task < tables) table(c, task / c.L / c.Hkv, task / c.L % c.Hkv, task % c.L, counts);
+    else walk(c, (task - tables) / c.H, (task - tables) % c.H, counts);
+  });
 }
 
 int zonal_sparse_forward(const Sparse* call) {
