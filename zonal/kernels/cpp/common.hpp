@@ -620,24 +620,20 @@ int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64
 
 // ---- backward --------------------------------------------------------------------------------------------------------------------------
 
-// Sums over parts of the queries, in order, of keys s0 to s1 as gradients of the raw keys, through their norm, and of the values.
+// Sums of keys s0 to s1 as gradients of the raw keys, through their norm, and of the values.
 template <typename T>
-void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, float* sums, int64_t parts, int64_t step) {
+void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, float* sums) {
   const T* keys = static_cast<const T*>(c.k) + b * c.ks.batch + kv * c.ks.head;
   const int64_t row = (b * c.Hkv + kv) * c.S;
   for (int64_t s = s0; s < s1; ++s) {
-    float *dk = sums + s * c.D, *dv = sums + c.S * c.D + s * c.P;
-    for (int64_t part = 1; part < parts; ++part) {
-      for (int64_t d = 0; d < c.D; ++d) dk[d] += dk[part * step + d];
-      for (int64_t p = 0; p < c.P; ++p) dv[p] += dv[part * step + p];
-    }
+    float* dk = sums + s * c.D;
     const T* k = keys + s * c.ks.token;
     // a unit vector does not change along itself
     const float inverse = c.normalise ? inverse_norm(k, c.D) : 0.f, back = c.normalise ? dot(dk, k, c.D) * inverse : 0.f;
     T *to_k = static_cast<T*>(c.dk) + (row + s) * c.D, *to_v = static_cast<T*>(c.dv) + (row + s) * c.P;
     for (int64_t d = 0; d < c.D && c.normalise; ++d) dk[d] -= back * (number(k[d]) * inverse);
     narrow(dk, c.D, to_k);
-    narrow(dv, c.P, to_v);
+    narrow(sums + c.S * c.D + s * c.P, c.P, to_v);
   }
 }
 
@@ -673,7 +669,7 @@ struct Part {  // a task of backward: queries part, part + split, … (in blocks
 template <typename T>
 int run_backward(
     const Call& c, void (*task)(const Call&, const Part&, Scratch&),
-    void (*finish)(const Call&, int64_t, int64_t, int64_t, int64_t, float*, int64_t, int64_t) = finish_keys<T>) {
+    void (*finish)(const Call&, int64_t, int64_t, int64_t, int64_t, float*) = finish_keys<T>) {
   if (c.B == 0 || c.H == 0) return 0;
   std::atomic<int> failed{0};
   const int64_t heads = c.B * c.Hkv, step = c.S * (c.D + c.P);
@@ -695,7 +691,7 @@ int run_backward(
           clear(sums, step);
           const Part at{i / heads, i / c.Hkv % c.B, i % c.Hkv, shared, sums, sums + c.S * c.D};
           task(c, at, scratch);
-          if (c.split == 1) finish(c, at.b, at.kv, 0, c.S, sums, 1, 0);
+          if (c.split == 1) finish(c, at.b, at.kv, 0, c.S, sums);
         }
       } catch (const std::bad_alloc&) {
         failed = 1;
@@ -706,8 +702,14 @@ int run_backward(
       const int64_t blocks = (c.S + rows - 1) / rows;
 #pragma omp parallel for schedule(static) if (worth_a_team(c))
       for (int64_t i = 0; i < heads * blocks; ++i) {
-        const int64_t head = i / blocks, s0 = i % blocks * rows;
-        finish(c, head / c.Hkv, head % c.Hkv, s0, std::min(c.S, s0 + rows), c.sums + head * step, c.split, heads * step);
+        const int64_t head = i / blocks, s0 = i % blocks * rows, s1 = std::min(c.S, s0 + rows);
+        float* sums = c.sums + head * step;
+        for (int64_t part = 1; part < c.split; ++part) {  // of the queries, in order
+          const float* more = sums + part * heads * step;
+          for (int64_t j = s0 * c.D; j < s1 * c.D; ++j) sums[j] += more[j];
+          for (int64_t j = c.S * c.D + s0 * c.P; j < c.S * c.D + s1 * c.P; ++j) sums[j] += more[j];
+        }
+        finish(c, head / c.Hkv, head % c.Hkv, s0, s1, sums);
       }
     }
   } catch (const std::bad_alloc&) {

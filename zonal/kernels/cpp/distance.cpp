@@ -363,17 +363,13 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
   }
 }
 
-// sums over parts of the queries, in order, of prepared keys s0 to s1 as gradients of raw ones, and of the values
-void finish_prepared(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, float* sums, int64_t parts, int64_t step) {
+// sums of prepared keys s0 to s1 as gradients of raw ones, and of the values
+void finish_prepared(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, float* sums) {
   const Work& w = work_of(c);
   const float* keys = static_cast<const float*>(c.k) + b * c.ks.batch + kv * c.ks.head;
   for (int64_t s = s0; s < s1; ++s) {
     const int64_t row = (b * c.Hkv + kv) * c.S + s;
-    float *grad = sums + s * c.D, *dv = sums + c.S * c.D + s * c.P;
-    for (int64_t part = 1; part < parts; ++part) {
-      for (int64_t d = 0; d < c.D; ++d) grad[d] += grad[part * step + d];
-      for (int64_t p = 0; p < c.P; ++p) dv[p] += dv[part * step + p];
-    }
+    const float *grad = sums + s * c.D, *dv = sums + c.S * c.D + s * c.P;
     float* to = static_cast<float*>(c.dk) + row * w.asked.dim;
     std::fill(to, to + w.asked.dim, 0.f);
     for (int64_t f = 0; f < w.asked.count; ++f) {
