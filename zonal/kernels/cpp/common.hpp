@@ -74,6 +74,20 @@ INLINE void as_rows(const float* column, const float* factors, int count, int64_
     for (int64_t d = 0; d < width; ++d) g(i, d, column[d * C + i] * factors[i]);
 }
 
+// and into rows of numbers, ``step`` apart
+INLINE void to_rows(const float* column, const float* factors, int count, int64_t width, float* rows, int64_t step) {
+  const auto eight = [&](int64_t lane, int64_t d, V8 x) { put8(rows + lane * step + d, x); };
+  const auto one = [&](int64_t lane, int64_t d, float x) { rows[lane * step + d] = x; };
+  as_rows(column, factors, count, width, eight, one);
+}
+
+constexpr struct Ones {  // factors of a column that stays as it is
+  float at[C];
+  constexpr Ones() : at() {
+    for (float& x : at) x = 1.f;
+  }
+} ONES;
+
 inline V horner(V x, const float* c, int n) {
   V out = spread(c[n - 1]);
   for (int k = n - 2; k >= 0; --k) out = out * x + c[k];
@@ -642,9 +656,7 @@ void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, f
 template <typename T>
 void finish_queries(const Call& c, const Head<T>& at, int64_t b, int64_t h, int64_t t, int count, const float* g, const float* factors, float scale, double* dscale) {
   float row[C * 256];
-  const auto one = [&](int64_t lane, int64_t d, float x) { row[lane * c.D + d] = x; };
-  const auto eight = [&](int64_t lane, int64_t d, V8 x) { put8(row + lane * c.D + d, x); };
-  as_rows(g, factors, count, c.D, eight, one);
+  to_rows(g, factors, count, c.D, row, c.D);
   for (int i = 0; i < count; ++i) {
     const T* q = at.q + (t + i) * at.q_step;
     float* x = row + i * c.D;

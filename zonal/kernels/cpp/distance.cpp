@@ -153,8 +153,6 @@ void pack_block(const Work& w, const Head<float>& at, int64_t b, int64_t h, int6
   std::memset(block.dy_columns, 0, sizeof(float) * SPAN * c.P);
   std::memset(block.dq, 0, sizeof(float) * SPAN * w.width);
   std::memset(block.dnotes, 0, sizeof(float) * SPAN * w.asked.count * SUMS);
-  float ones[C];
-  std::fill(ones, ones + C, 1.f);
   for (int i = 0; i < SPAN; ++i) {
     block.shared[i] = 0;
     block.lse[i] = std::numeric_limits<float>::infinity();
@@ -170,7 +168,7 @@ void pack_block(const Work& w, const Head<float>& at, int64_t b, int64_t h, int6
     block.queries[i].t0 = t0 + i * C;
     pack_queries(w, at, b, h, block.queries[i], block.rows + i * C * w.width);
     const int rows = static_cast<int>(std::min<int64_t>(C, c.T - t0 - i * C));
-    as_column([&](int r) { return block.dy_rows + (i * C + r) * P16; }, ones, rows, c.P, block.dy_columns + i * C * c.P);
+    as_column([&](int r) { return block.dy_rows + (i * C + r) * P16; }, ONES.at, rows, c.P, block.dy_columns + i * C * c.P);
   }
 }
 
@@ -316,13 +314,9 @@ void backward_block(const Work& w, const Head<float>& at, int64_t b, int64_t h, 
     for (int k = 0; k < c.learned && dc != nullptr; ++k)
       for (int i = 0; i < L; ++i) dc[k] += partial[k][i];
   }
-  float ones[C];
-  std::fill(ones, ones + C, 1.f);
   for (int i = 0; i < bands; ++i) {
     const int64_t first = t0 + i * C, many = std::min<int64_t>(C, c.T - first);
-    const auto eight = [&](int64_t lane, int64_t d, V8 x) { put8(rows + lane * w.width + d, x); };
-    const auto one = [&](int64_t lane, int64_t d, float x) { rows[lane * w.width + d] = x; };
-    as_rows(block.dq + i * w.width * C, ones, static_cast<int>(many), w.width, eight, one);
+    to_rows(block.dq + i * w.width * C, ONES.at, static_cast<int>(many), w.width, rows, w.width);
     for (int64_t lane = 0; lane < many; ++lane) {
       const int64_t row = (b * c.H + h) * c.T + first + lane;
       float* to = static_cast<float*>(c.dq) + row * w.asked.dim;

@@ -311,11 +311,8 @@ void pack_queries(const Work& w, const Head<float>& at, int64_t b, int64_t h, Qu
   const int count = static_cast<int>(std::min<int64_t>(C, asked.call.T - column.t0));
   std::memset(column.lanes, 0, sizeof(float) * asked.count * LANES * C);
   if (count < C) std::memset(column.parts, 0, sizeof(float) * w.width * C);
-  float ones[C];
   Note notes[MOST];
-  for (int i = 0; i < C; ++i) {
-    ones[i] = 1.f;
-    if (i >= count) continue;
+  for (int i = 0; i < count; ++i) {
     const float poison = prepare_point(w, at.q + (column.t0 + i) * at.q_step, rows + i * w.width, notes);
     const float* weights = asked.weights + b * asked.weighs.batch + h * asked.weighs.head + (column.t0 + i) * asked.weighs.token;
     for (int64_t f = 0; f < asked.count; ++f) {
@@ -324,7 +321,7 @@ void pack_queries(const Work& w, const Head<float>& at, int64_t b, int64_t h, Qu
       for (int k = 0; k < LANES; ++k) column.lanes[(f * LANES + k) * C + i] = values[k];
     }
   }
-  as_column([&](int i) { return rows + i * w.width; }, ones, count, w.width, column.parts);
+  as_column([&](int i) { return rows + i * w.width; }, ONES.at, count, w.width, column.parts);
 }
 
 Queries take_queries(const Work& w, Scratch& scratch) {

@@ -119,12 +119,7 @@ void forward_column(const Layer& c, const Lanes& column, const Buffers& at) {
   });
   for (int64_t i = 0; i < column.count; ++i)
     if (!found[i / L][i % L]) *c.lost = 1;
-  float ones[C];
-  std::fill_n(ones, C, 1.f);
-  float* y = c.y + column.first * c.F;
-  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(y + i * c.F + d, x); };
-  const auto one = [&](int64_t i, int64_t d, float x) { y[i * c.F + d] = x; };
-  as_rows(at.z, ones, static_cast<int>(column.count), c.F, eight, one);
+  to_rows(at.z, ONES.at, static_cast<int>(column.count), c.F, c.y + column.first * c.F, c.F);
 }
 
 // dweight: (rows, D), to which the column's part is added; or null
@@ -167,9 +162,7 @@ void backward_column(const Layer& c, const Lanes& column, const float* dy, const
     add_outer<C>(at.dproducts, at.rows, c.D, at.index, c.rows, dweight);
   }
   float* dx = c.dx + column.first * c.D;
-  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(dx + i * c.D + d, x); };
-  const auto one = [&](int64_t i, int64_t d, float x) { dx[i * c.D + d] = x; };
-  as_rows(at.du, column.factors, static_cast<int>(column.count), c.D, eight, one);
+  to_rows(at.du, column.factors, static_cast<int>(column.count), c.D, dx, c.D);
   for (int64_t i = 0; c.unit && i < column.count; ++i) {  // a unit vector does not change along itself
     const float* x = column.x + i * c.xs.token;
     const float inverse = column.factors[i], back = dot(dx + i * c.D, x, c.D) * inverse;

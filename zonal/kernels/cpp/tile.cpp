@@ -340,12 +340,10 @@ struct Tile {
       }
     }
     if constexpr (!PAIRS) {
-      float ones[C];
-      std::fill_n(ones, C, 1.f);
       for (int i = 0; i < count; i += C) {
         const int rows = std::min(C, count - i);
-        as_column([&](int r) { return block.rows + (i + r) * D16; }, ones, rows, c.D, block.queries[i / C].numbers);
-        as_column([&](int r) { return block.dy_rows + (i + r) * P16; }, ones, rows, c.P, block.dy_columns + i * c.P);
+        as_column([&](int r) { return block.rows + (i + r) * D16; }, ONES.at, rows, c.D, block.queries[i / C].numbers);
+        as_column([&](int r) { return block.dy_rows + (i + r) * P16; }, ONES.at, rows, c.P, block.dy_columns + i * c.P);
       }
     }
   }
