@@ -404,6 +404,18 @@ Work prepare(const Distance& asked, Scratch& room) {
   return w;
 }
 
+// run(call) with its keys prepared. Returns 0, or 1 when memory ran out.
+template <typename F>
+int with_prepared(const Distance& asked, const F& run) {
+  try {
+    Scratch room;
+    const Work w = prepare(asked, room);
+    return run(w.asked.call);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -413,22 +425,9 @@ int64_t zonal_distance_width(const Distance* asked) { return width_of(*asked) + 
 
 // Both return 0, or 1 when memory ran out.
 int zonal_distance_forward(const Distance* asked) {
-  try {
-    Scratch room;
-    const Work w = prepare(*asked, room);
-    return run_forward<float>(w.asked.call, forward_task);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  return with_prepared(*asked, [](const Call& call) { return run_forward<float>(call, forward_task); });
 }
-
 int zonal_distance_backward(const Distance* asked) {
-  try {
-    Scratch room;
-    const Work w = prepare(*asked, room);
-    return run_backward<float>(w.asked.call, backward_task, finish_prepared);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  return with_prepared(*asked, [](const Call& call) { return run_backward<float>(call, backward_task, finish_prepared); });
 }
 }
