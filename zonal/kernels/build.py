@@ -62,16 +62,8 @@ SETS = (
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 # The links that a source is compiled for, if not for all. A source that does not use links is compiled for one of them.
-_LINKS = {
-    "sums": _POLYNOMIALS,
-    "decode": ("identity",),
-    "ridge": ("identity",),
-    "ridge_decode": ("identity",),
-    "mixer": ("identity",),
-    "distance": ("exp",),
-    "sparse": ("identity",),
-    "features": ("identity",),
-}
+_LINKS: dict[str, tuple[str, ...]] = {"sums": _POLYNOMIALS, "distance": ("exp",)}
+_LINKS |= dict.fromkeys(("decode", "ridge", "ridge_decode", "mixer", "sparse", "features"), ("identity",))
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
