@@ -168,10 +168,8 @@ class _Compiled:
         y, total, _ = forward(self._inputs(self._k, self._q, values, a), self._along)
         return y, b + _log(total)
 
-    def backward(
-        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        results = y, torch.where(present(log_mass), log_mass - a, float("inf")), self._empty
+    def backward(self, b: Tensor, v: Tensor, y: Tensor, total: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        results = y, total, self._empty
         asked = frozenset(("q", "k", "v", "col"))
         dq, dk, *_, dcol = backward((dy,), self._inputs(self._q, self._k, v, b), results, self._across, asked)
         assert dq is not None
@@ -217,11 +215,8 @@ class _Torch:
         y, total, _ = tiled.run_forward(self._along, Bias(col=a, slope=self._slope), self._k, self._q, values, self._c)
         return y, b + _log(total.squeeze(-1))
 
-    def backward(
-        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        total = torch.where(present(log_mass), log_mass - a, float("inf"))[..., None]
-        passed = tiled.Passed(self._q, self._k, v, self._c, y, total, y.new_empty(*y.shape[:2], 0, 1))
+    def backward(self, b: Tensor, v: Tensor, y: Tensor, total: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        passed = tiled.Passed(self._q, self._k, v, self._c, y, total[..., None], y.new_empty(*y.shape[:2], 0, 1))
         found = tiled.run_backward(self._across, Bias(col=b, slope=self._slope), passed, dy, col=True)
         assert found.col is not None
         return found.q, found.k, found.col
@@ -231,7 +226,7 @@ _Passes = _Compiled | _Torch
 """Row attention in both directions, for a = log a (B, H, T) and b = log b (B, H, S), key biases included.
 
 ``rows`` gives the means of values (B, H, S, n) under each query's part of the plan, and log m (B, H, T); ``columns``
-the same for keys; ``backward`` the gradients of q, k and b of the rows that gave y and log m.
+the same for keys; ``backward`` the gradients of q, k and b of the rows that gave y, whose log sums are ``total``.
 """
 
 
@@ -342,7 +337,8 @@ class _Transport(torch.autograd.Function):
             [y * torch.where(there, (log_mu - log_m).exp(), 0)[..., None], (r * inverse - alpha)[..., None]], -1
         )
         tall = torch.cat([dy * (m * over_mu)[..., None], -m[..., None]], -1)
-        dq, dk, dcol = passes.backward(a, b + col, torch.cat([v, beta[..., None]], -1), wide, log_m, tall)
+        total = torch.where(present(log_m), log_m - a, float("inf"))
+        dq, dk, dcol = passes.backward(b + col, torch.cat([v, beta[..., None]], -1), wide, total, tall)
         if anchor.on_limit == "error":
             _check_solved(anchor, torch.where(slope_n > 0, dcol - n * beta * (1 / slope_n - 1), 0), c)
         dmu, dnu = -m * met, dcol + n * beta
