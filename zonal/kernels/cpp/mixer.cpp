@@ -119,17 +119,20 @@ INLINE void each_strip(const Convolution& c, int64_t c0, int64_t c1, const F& f)
 
 inline float* at(const Rows& rows, int64_t b, int64_t t, int64_t head, int64_t from) { return rows.data + b * rows.batch + t * rows.token + head * rows.head + from; }
 
+// f(i) for the taps from the ``first`` on, of which there are W, or any number where W is 0
+template <int W, typename F>
+INLINE void each_tap(const Convolution& c, int64_t first, const F& f) {
+  const int64_t width = W > 0 ? W : c.width;
+#pragma GCC unroll 8
+  for (int64_t i = first; i < width; ++i) f(i);
+}
+
 // b + sum of taps over the window, at channel ``at`` = channel + d
 template <int W, typename Load>
 INLINE auto filtered(const Convolution& c, const float* const* rows, int64_t d, const Load& get) {
   auto sum = get(c.taps + d) * get(rows[0] + d);
   if (c.bias != nullptr) sum += get(c.bias + d);
-  if constexpr (W > 0) {
-#pragma GCC unroll 8
-    for (int i = 1; i < W; ++i) sum += get(c.taps + i * c.channels + d) * get(rows[i] + d);
-  } else {
-    for (int64_t i = 1; i < c.width; ++i) sum += get(c.taps + i * c.channels + d) * get(rows[i] + d);
-  }
+  each_tap<W>(c, 1, [&](int64_t i) { sum += get(c.taps + i * c.channels + d) * get(rows[i] + d); });
   return sum;
 }
 
@@ -180,12 +183,7 @@ void convolve_back(const Convolution& c, int64_t b, int64_t range, Room& room) {
       for (int64_t i = 0; i < w; ++i) from_window[i] = p + i >= 0 && p + i < places.count && i <= places.back(p + i) ? kept(p + i) : zeros;
       each(size, [&](int64_t d, auto get, auto put) {
         auto sum = get(from_window[0] + d) * get(c.taps + band + d);
-        if constexpr (W > 0) {
-#pragma GCC unroll 8
-          for (int i = 1; i < W; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + band + d);
-        } else {
-          for (int64_t i = 1; i < w; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + band + d);
-        }
+        each_tap<W>(c, 1, [&](int64_t i) { sum += get(from_window[i] + d) * get(c.taps + i * c.channels + band + d); });
         put(to + d, sum);
       });
     };
@@ -205,12 +203,7 @@ void convolve_back(const Convolution& c, int64_t b, int64_t range, Room& room) {
             }
             put(change + d, g);
             if (!own) return;
-            if constexpr (W > 0) {
-#pragma GCC unroll 8
-              for (int i = 0; i < W; ++i) put(sum + i * c.channels + d, get(sum + i * c.channels + d) + g * get(rows[i] + channel + d));
-            } else {
-              for (int64_t i = 0; i < w; ++i) put(sum + i * c.channels + d, get(sum + i * c.channels + d) + g * get(rows[i] + channel + d));
-            }
+            each_tap<W>(c, 0, [&](int64_t i) { put(sum + i * c.channels + d, get(sum + i * c.channels + d) + g * get(rows[i] + channel + d)); });
             put(sum + w * c.channels + d, get(sum + w * c.channels + d) + g);
           });
         });
