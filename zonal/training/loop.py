@@ -43,7 +43,7 @@ from zonal.training.record import FILE as RECORD
 from zonal.training.record import MEMORY_LENGTHS, RunResult, Status
 from zonal.training.schedule import learning_rate
 from zonal.training.sharded import Processes
-from zonal.training.step import autocast
+from zonal.training.step import autocast, clip_gradient
 
 T = TypeVar("T")
 # metrics that only the last evaluation of a run has
@@ -300,7 +300,7 @@ class _Run:
             loss = self.processes.gradient(self.model, batch, config)
         if self.curriculum is not None:
             self.curriculum.hold(progress.step)
-        norm = self.processes.clip(self.model, config.clip) if math.isfinite(loss) else math.nan
+        norm = clip_gradient(self.model, config.clip) if math.isfinite(loss) else math.nan
         if not math.isfinite(loss):
             raise self._failed_update(f"the loss became {loss}", batch, backward=False)
         if not math.isfinite(norm):

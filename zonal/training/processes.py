@@ -18,7 +18,7 @@ from zonal.training import checkpoint as checkpoints
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.diagnose import locate_non_finite
-from zonal.training.step import autocast, clip_gradient, forward_backward, split
+from zonal.training.step import autocast, forward_backward, split
 
 SHARDS = "checkpoints"
 """The folder of a run with the checkpoints of several processes."""
@@ -73,10 +73,6 @@ class OneProcess:
         """Gradient of the mean loss of the batch into ``.grad``; returns that loss."""
         parts = split(batch, config.accumulate, next(model.parameters()).device)
         return forward_backward(model, parts, config.dtype)
-
-    def clip(self, model: LanguageModel, limit: float | None) -> float:
-        """Global 2-norm of the gradient; scales it down to ``limit`` when it is larger."""
-        return clip_gradient(model, limit)
 
     def locate(self, model: LanguageModel, batch: Batch, config: TrainConfig, *, backward: bool) -> str:
         """Where NaN or infinity first appears."""

@@ -233,16 +233,6 @@ class SeveralProcesses:
             total += loss.detach()
         return float(self._reduced(total)) / count
 
-    def clip(self, model: LanguageModel, limit: float | None) -> float:
-        from torch.distributed.tensor import DTensor
-
-        given = [each for each in model.parameters() if each.grad is not None]
-        if limit is None:
-            norm = nn.utils.get_total_norm([each.grad for each in given if each.grad is not None])
-        else:
-            norm = nn.utils.clip_grad_norm_(given, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # over all ranks
-
     def locate(self, model: LanguageModel, batch: Batch, config: TrainConfig, *, backward: bool) -> str:
         return "several processes do not look for the layer"
 

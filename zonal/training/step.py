@@ -65,7 +65,9 @@ def forward_backward(model: LanguageModel, parts: Sequence[Part], dtype: str) ->
 
 def clip_gradient(model: nn.Module, limit: float | None) -> float:
     """Global 2-norm of the gradient; scales it down to ``limit`` when it is larger."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if limit is None:
-        return float(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
-    return float(nn.utils.clip_grad_norm_(parameters, limit))
+        norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    # of a model in shards the norm is one, too
+    return float(getattr(norm, "full_tensor", lambda: norm)())
