@@ -12,7 +12,7 @@ rounding of the model itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ class Predictor(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def train(self, mode: bool = True) -> Any: ...
+
+
+Predict = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+"""The ``predict`` of a ``Predictor``."""
 
 
 def cell_of(call: str, slices: Mapping[str, Sequence[int | str]]) -> tuple[tuple[str, int | str], ...]:
@@ -177,13 +181,13 @@ class Cells:
 
 
 def accumulate(
-    model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None = None
+    predict: Predict, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None = None
 ) -> None:
     """Predict one batch on ``device`` and add it to ``into``. piece: sequences that are longer are read so many tokens
     at a time; None reads them whole.
     """
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-    found = model.predict(tokens, targets) if piece is None else model.predict(tokens, targets, piece=piece)
+    found = predict(tokens, targets) if piece is None else predict(tokens, targets, piece=piece)
     into.add(*found, tokens.shape[0], batch.slices)
 
 
@@ -200,7 +204,7 @@ def evaluate_transfer(
     cells = Cells()
     with evaluating(model) as device:
         for batch in task.transfer_batches(batch_size):
-            accumulate(model, batch, cells.of(batch), device, piece)
+            accumulate(model.predict, batch, cells.of(batch), device, piece)
     return cells.result()
 
 
@@ -226,5 +230,5 @@ def evaluate(model: Predictor, task: MeasuredTask, *, batch_size: int) -> dict[s
     total = Accumulator(task.bytes_per_token)
     with evaluating(model) as device:
         for batch in task.evaluation_batches(batch_size):
-            accumulate(model, batch, total, device)
+            accumulate(model.predict, batch, total, device)
     return total.result()

@@ -401,13 +401,13 @@ class _Run:
 
     def _read(self, batches: Callable[[], Iterator[Batch]], name: str) -> Accumulator | None:
         """What the model makes of a set of batches. None if a stop was requested meanwhile."""
-        predictor = self.processes.predictor(self.model)
+        predict = self.processes.predictor(self.model)
         total = Accumulator(self.task.bytes_per_token)
         for batch in self._until_stopped(batches()):
             if batch is None:
                 return None
             with self._naming_the_step():
-                accumulate(predictor, batch, total, self.device)
+                accumulate(predict, batch, total, self.device)
         if total.positions and not math.isfinite(loss := total.result()["loss"]):
             raise self._non_finite(
                 f"the {name} loss became {loss} after step {self.progress.step}", self._locate_in(batches())
@@ -419,12 +419,12 @@ class _Run:
         was requested meanwhile.
         """
         config, size = self.config, self.config.evaluation_batch_size
-        predictor = self.processes.predictor(self.model)
+        predict = self.processes.predictor(self.model)
         cells, marks = Cells(), Marks()
         for batch in self._until_stopped(self.task.transfer_batches(size)):
             if batch is None:
                 return None
-            accumulate(predictor, batch, cells.of(batch), self.device, config.transfer_piece)
+            accumulate(predict, batch, cells.of(batch), self.device, config.transfer_piece)
         for found in self._until_stopped(self.task.examine(cast(Examinee, self.model), size)):
             if found is None:
                 return None

@@ -116,7 +116,7 @@ def _evaluated(
             if should_stop():
                 return None
             started = time.perf_counter()
-            accumulate(model, batch, total, device)
+            accumulate(model.predict, batch, total, device)
             batches.append(time.perf_counter() - started)
             tokens += batch.tokens.numel()
         started = time.perf_counter()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from zonal.errors import ArgumentError
+from zonal.evaluation.metrics import Predict
 from zonal.models import LanguageModel
 from zonal.tasks.task import Batch, Task
 from zonal.training import checkpoint as checkpoints
@@ -79,9 +80,9 @@ class OneProcess:
         parts = split(batch, config.accumulate, next(model.parameters()).device)
         return locate_non_finite(model, parts, config.dtype, backward=backward)
 
-    def predictor(self, model: LanguageModel) -> LanguageModel:
+    def predictor(self, model: LanguageModel) -> Predict:
         """What predicts whole batches, with the same result on all processes."""
-        return model
+        return model.predict
 
     def whole(self, model: LanguageModel) -> LanguageModel | None:
         """The model with all of its weights, on the process that writes; None on the others."""

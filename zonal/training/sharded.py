@@ -8,6 +8,7 @@ ranks.
 
 import contextlib
 import datetime
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from zonal.distributed import sequence_parallel
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
+from zonal.evaluation.metrics import Predict
 from zonal.models import LanguageModel, language_model
 from zonal.models.parts import Predictions
 from zonal.tasks import Text
@@ -236,11 +238,13 @@ class SeveralProcesses:
     def locate(self, model: LanguageModel, batch: Batch, config: TrainConfig, *, backward: bool) -> str:
         return "several processes do not look for the layer"
 
-    def predictor(self, model: LanguageModel) -> "_Shared":
-        return _Shared(self, model)
+    def predictor(self, model: LanguageModel) -> Predict:
+        return functools.partial(self._predictions, model)
 
-    def predictions(self, model: LanguageModel, tokens: Tensor, targets: Tensor) -> Predictions:
-        """Those of whole rows, of which each rank predicts a part."""
+    def _predictions(
+        self, model: LanguageModel, tokens: Tensor, targets: Tensor, *, piece: int | None = None
+    ) -> Predictions:
+        """Those of whole rows, of which each rank predicts a part, whatever ``piece`` is."""
         rows, length = targets.shape
         each = -(-rows // self.data)
         # where rows run out, a rank predicts the last one again, as all must make the same calls
@@ -311,22 +315,6 @@ class SeveralProcesses:
 
     def settle(self) -> list[Written]:
         return [] if self._writer is None else self._writer.settle()
-
-
-class _Shared:
-    """A model whose predictions all ranks make together."""
-
-    def __init__(self, processes: SeveralProcesses, model: LanguageModel) -> None:
-        self._processes, self._model, self.training = processes, model, model.training
-
-    def predict(self, tokens: Tensor, targets: Tensor, *, piece: int | None = None) -> Predictions:
-        return self._processes.predictions(self._model, tokens, targets)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self._model.parameters()
-
-    def train(self, mode: bool = True) -> LanguageModel:
-        return self._model.train(mode)
 
 
 def _local(x: Tensor) -> Tensor:
