@@ -68,26 +68,18 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
 
 def has_geometry(model: LanguageModel) -> bool:
     """Whether a layer attends by a sum of distances."""
-    return any(
-        isinstance(block.attention, Attention) and bool(key_embedding.metric_of(block.attention))
-        for block in model.blocks
-    )
+    return any(key_embedding.metric_of(block.attention) for block in model.blocks)
 
 
 def geometry(model: LanguageModel) -> list[dict[str, Any]]:
     """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature
     (``algebra.metric.Product.learned``).
     """
-    mixers = enumerate(block.attention for block in model.blocks)
-    layers = [
-        (index, mixer.learned())
-        for index, mixer in mixers
-        if isinstance(mixer, Attention) and key_embedding.metric_of(mixer)
-    ]
     return [
         {"layer": index, **{key: found[key] for key in ("weights", "curvature") if key in found}}
-        for index, found in layers
-        if "weights" in found
+        for index, mixer in enumerate(block.attention for block in model.blocks)
+        if isinstance(mixer, Attention) and key_embedding.metric_of(mixer)
+        if "weights" in (found := mixer.learned())
     ]
 
 
