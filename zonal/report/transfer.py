@@ -67,16 +67,6 @@ def by_published_line(summary: Summary, row: Row) -> dict[str, dict[str, Spread]
     }
 
 
-def by_task(summary: Summary) -> Table:
-    """The mean of all cells of a task, one row a task."""
-    shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
-    tasks = slices(summary, "task")
-    rows = [
-        ("", (Cell(str(task)), *_ours([over_seeds(row, _line({"task": task})) for row in shown]))) for task in tasks
-    ]
-    return Table(("", *(row.label for row in shown)), tuple(rows))
-
-
 def _ours(values: Sequence[Spread | None]) -> list[Cell]:
     top = max((value.mean for value in values if value is not None), default=None)
     several = sum(value is not None for value in values) > 1
@@ -87,11 +77,13 @@ def tables(summary: Summary) -> list[tuple[str, Table]]:
     """(title, table): the paper's tables with ours beside them, or the means by task; nothing where nothing was
     measured.
     """
-    if not slices(summary, "task"):
+    tasks = slices(summary, "task")
+    if not tasks:
         return []
     published = summary.data.published
     if published is None:
-        return [("Mean accuracy by task", by_task(summary))]
+        lines = tuple(PublishedRow(str(task), {"task": task}, ()) for task in tasks)
+        return [("Mean accuracy by task", beside(summary, PublishedTable("", (), lines)))]
     return [(table.title, beside(summary, table)) for table in published.tables]
 
 
