@@ -151,10 +151,7 @@ def headline(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         return ["No regime has been trained to the last rung yet.", walk]
     start, winner = regimes[0], regimes[found["winner"]]
     # both have costs: a search whose start has failed has no winner
-    best, first = (
-        max((rung for rung in regime["rungs"] if rung["cost"]), key=lambda rung: rung["steps"])
-        for regime in (winner, start)
-    )
+    best, first = _last(winner) or {}, _last(start) or {}
     guess = search.get("guess")  # a search of an earlier version has none
     margin = _margin(search, best)
     learned = guess is None or spread(list(_reported(best).values())).mean < guess - margin
