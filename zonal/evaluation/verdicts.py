@@ -42,14 +42,9 @@ def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list
             "risk_curve: evidence without NaN, right in bool of the same shape and shares in (0, 1] are required, "
             f"received shape {tuple(evidence.shape)}, {right.dtype} of shape {tuple(right.shape)} and {list(shares)}."
         )
-    evidence, wrong = evidence.double().flatten(), (~right).double().flatten()
-    levels, place = torch.unique(-evidence, return_inverse=True)
-    count = (
-        torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device)
-        .index_add(0, place, torch.ones_like(wrong))
-        .cpu()
-    )
-    errors = torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device).index_add(0, place, wrong).cpu()
+    wrong = (~right).double().flatten().cpu()
+    _, level = torch.unique(-evidence.double().flatten().cpu(), return_inverse=True)
+    count, errors = level.bincount().double(), level.bincount(wrong)
     found = []
     for share in shares:
         asked = share * wrong.numel()
