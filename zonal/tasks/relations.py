@@ -29,9 +29,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Question:
-    """words: (an entity, relations …). answers: what may not stand among the candidates but for ``answer``, the entity
-    itself included.
-    """
+    """answers: what may not stand among the candidates but for ``answer``, the entity itself included."""
 
     entity: int
     relations: tuple[int, ...]

@@ -217,7 +217,7 @@ class ComparisonSpec:
         return same and known <= own and set(there.seeds) <= set(self.seeds)
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of comparison.json that says what was asked; ``from_file`` reverses it."""
+        """The part of comparison.json that says what was asked; ``read_comparison`` reverses it."""
         published = {} if self.published is None else {"published": asdict(self.published)}
         return {
             "schema": SCHEMA,
