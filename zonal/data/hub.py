@@ -76,25 +76,18 @@ class HubDataset(Source):
         try:
             dataset = library.load_dataset(self.name, self.subset, split=self.split, streaming=True)
             column = self._column(dataset)
-            rows = iter(dataset)
+            for row in dataset:
+                text = row[column]
+                if not isinstance(text, str):
+                    raise FileFormatError(
+                        f"text source: {self.spec}: a row of column {column!r} holds {type(text).__name__}, "
+                        "text was required."
+                    )
+                yield pieces([text])
         except ZonalError:
             raise
         except (OSError, ValueError) as error:
             raise self._unavailable(error) from error
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except (OSError, ValueError) as error:
-                raise self._unavailable(error) from error
-            text = row[column]
-            if not isinstance(text, str):
-                raise FileFormatError(
-                    f"text source: {self.spec}: a row of column {column!r} holds {type(text).__name__}, "
-                    "text was required."
-                )
-            yield pieces([text])
 
     def _unavailable(self, error: Exception) -> FileFormatError:
         reason = " ".join(str(error).split())
