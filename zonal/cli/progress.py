@@ -8,7 +8,7 @@ otherwise one line for each thing that happened.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -139,7 +139,7 @@ class Board:
         ]
 
 
-def _numbers(metrics: dict[str, object]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
@@ -159,8 +159,9 @@ def judged_words(event: events.Judged) -> str:
     return f"Round {event.round}: {event.regime}, effort {event.effort:+.4f}; {verdict}."
 
 
-def held_out(numbers: dict[str, float], metric: str) -> str:
+def held_out(metrics: Mapping[str, object], metric: str) -> str:
     """The held-out numbers in words, the headline first."""
+    numbers = _numbers(metrics)
     names = [metric, *(name for name in ("accuracy", "loss") if name != metric)]
     return ", ".join(f"{name} {formats.number(numbers[name])}" for name in names if name in numbers)
 
@@ -295,15 +296,14 @@ class PlainDisplay:
                     f"loss {formats.number(event.loss)}{self._left()}."
                 )
             case events.Evaluated():
-                numbers = held_out(_numbers(event.metrics), board.metric)
                 self._say(
                     f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, "
-                    f"held-out {numbers}{self._left()}."
+                    f"held-out {held_out(event.metrics, board.metric)}{self._left()}."
                 )
             case events.RunFinished():
                 state = f"{event.status} before" if event.skipped else event.status
                 reached = event.final if event.status == "done" else None
-                numbers = f", {held_out(_numbers(reached), board.metric)}" if reached else ""
+                numbers = f", {held_out(reached, board.metric)}" if reached else ""
                 why = f": {event.message}" if event.status == "failed" else "."
                 self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}{why}")
 

@@ -181,9 +181,8 @@ def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int
         )
         return STOPPED
     if result.final is not None:
-        numbers = {name: float(value) for name, value in result.final.items() if isinstance(value, int | float)}
         print(
-            f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in "
+            f"Held-out {held_out(result.final, task.metric)} after {result.steps_done:,} steps in "
             f"{formats.seconds(result.seconds)} of training."
         )
     print(f"Model: {folder / 'checkpoint.safetensors'}")
