@@ -22,13 +22,13 @@ def test_a_finished_run_says_what_is_in_its_memories(layers, tmp_path):
     found = diagnostics.load(tmp_path)
     assert found is not None
     solving = [index for index, spec in enumerate(model.config.layers) if spec != "softmax"]
-    assert {(head.layer, head.head) for head in found.heads} == {
+    assert {(head.layer, head.head) for head in found} == {
         (index + 1, head + 1) for index in solving for head in range(2)
     }
     tokens = next(iter(task.evaluation_batches(ROWS))).tokens
     model.eval()
     after = {index: layer(x, return_memory=True)[1].memory for index, layer, x in model.layer_inputs(tokens)}
-    for head in found.heads:
+    for head in found:
         memory = after[head.layer - 1]
         regular = (
             memory.regularised(memory.operator.bind(2, 2))

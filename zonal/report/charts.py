@@ -187,7 +187,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "speed": row.tokens_per_second and formats.short(row.tokens_per_second.mean, 5),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(runs),
-        "diagnostics": diagnostics.payload(seen.diagnostics) if seen and seen.diagnostics else None,
+        "diagnostics": None if seen is None or seen.diagnostics is None else diagnostics.payload(seen.diagnostics),
         "geometry": _geometry(runs),
         "embeddings": key_embeddings.payload(placed.key_embeddings) if placed and placed.key_embeddings else None,
         "transfer": transfer.lines(row),

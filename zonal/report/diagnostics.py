@@ -46,15 +46,8 @@ class Head:
         return f"{self.layer}.{self.head}"
 
 
-@dataclass(frozen=True)
-class Diagnostics:
-    """All heads of a run, in reading order."""
-
-    heads: tuple[Head, ...] = ()
-
-
-def load(folder: Path) -> Diagnostics | None:
-    """The diagnostics in a run's folder, None where there are none.
+def load(folder: Path) -> tuple[Head, ...] | None:
+    """All heads of a run in reading order, from its folder; None where there are no diagnostics.
 
     Raises: FileFormatError naming the file and what in it is not as above.
     """
@@ -64,12 +57,10 @@ def load(folder: Path) -> Diagnostics | None:
     record = read_record(path, SCHEMA, "report", "Write it with this version of zonal, or remove it.")
     with understood("report", path):
         layers = made(tuple[Mapping[str, Any], ...], record.get("layers"), "layers")
-        return Diagnostics(
-            tuple(
-                _head(about, made(int, layer.get("layer", index), "layer") + 1, number)
-                for index, layer in enumerate(layers)
-                for number, about in enumerate(made(tuple[Mapping[str, Any], ...], layer.get("heads"), "heads"), 1)
-            )
+        return tuple(
+            _head(about, made(int, layer.get("layer", index), "layer") + 1, number)
+            for index, layer in enumerate(layers)
+            for number, about in enumerate(made(tuple[Mapping[str, Any], ...], layer.get("heads"), "heads"), 1)
         )
 
 
@@ -156,9 +147,8 @@ def capacity(heads: Sequence[Head]) -> dict[str, list[Any]] | None:
     }
 
 
-def payload(found: Diagnostics) -> dict[str, Any]:
+def payload(heads: Sequence[Head]) -> dict[str, Any]:
     """All pictures of one run; what the file lacks is empty or None."""
-    heads = found.heads
     return {
         "spectra": spectra(heads),
         "bars": bars(heads),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from zonal.errors import FileFormatError
 from zonal.report import archive, diagnostics, key_embeddings
-from zonal.report.diagnostics import Diagnostics
+from zonal.report.diagnostics import Head
 from zonal.report.key_embeddings import KeyEmbeddings
 from zonal.report.published import Published
 from zonal.store import checked, read_json, read_record, understood, unharmed
@@ -103,7 +103,7 @@ class Run:
     learned_before: tuple[Mapping[str, Any], ...] = ()
     training: tuple[Point, ...]
     evaluations: tuple[Point, ...]
-    diagnostics: Diagnostics | None = None
+    diagnostics: tuple[Head, ...] | None = None
     key_embeddings: KeyEmbeddings | None = None
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.statistics import Spread
 from zonal.report import formats, glossary, style
-from zonal.report.diagnostics import Diagnostics, Head
+from zonal.report.diagnostics import Head
 from zonal.report.fairness import NOT_LEARNED
 from zonal.report.records import Run
 from zonal.report.row import Row, spread_if_any
@@ -280,14 +280,14 @@ def _numbers(value: Any) -> str | None:
     return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
 
 
-def diagnostics(found: Sequence[tuple[Row, Diagnostics]]) -> Table:
+def diagnostics(found: Sequence[tuple[Row, Sequence[Head]]]) -> Table:
     """What is inside the memories, by layer: the worst head for the first two, means after them."""
     quantities = ("Smallest eigenvalue", "Condition", "Effective rank", "Largest |eigenvalue|", "Median leverage")
     rows = []
-    for row, about in found:
-        for layer in dict.fromkeys(head.layer for head in about.heads):
-            heads = [head for head in about.heads if head.layer == layer]
-            rows.append((row.operator, (_name(row), Cell(str(layer)), *_diagnosed(heads))))
+    for row, heads in found:
+        for layer in dict.fromkeys(head.layer for head in heads):
+            cells = _diagnosed([head for head in heads if head.layer == layer])
+            rows.append((row.operator, (_name(row), Cell(str(layer)), *cells)))
     return Table(("Operator", "Layer", *quantities, "Capacity"), tuple(rows))
 
 
