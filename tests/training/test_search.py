@@ -140,6 +140,9 @@ def test_sizes_that_do_not_fit_are_skipped_with_the_models_words():
     )
     assert any("rotary needs an even head size" in skipped.reason for skipped in odd.skipped)
     assert {move.target.head_dim for move in odd.legal} == {4}
+    # heads of dim / heads again, in a search that began with others
+    ranks = moves(START, replace(MODEL, head_dim=32), kinds=("rank",))
+    assert [move.text for move in ranks.legal] == ["rank: 16 → 8", "rank: 16 → 32"]
     ranks = moves(START, replace(MODEL, qk_dim=8), kinds=("rank",))
     assert not ranks.legal
     assert all(

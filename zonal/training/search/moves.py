@@ -152,8 +152,7 @@ def _swaps(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move | Skip
         except ArgumentError as error:
             yield Skipped(kind, f"{kind}{where}", str(error))
             continue
-        sizes = model if start.head_dim is None else replace(model, head_dim=start.head_dim)
-        for text, made in _slots(operator, sizes, kind):
+        for text, made in _slots(operator, replace(model, head_dim=start.head_dim), kind):
             name = f"{kind}{where}: {text}"
             try:
                 swapped = written(made())
