@@ -83,12 +83,10 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     kinds = tuple(part.strip() for part in options.moves.split(","))
     palette, seeds = split(options.palette, "--palette"), parse.seeds(options.seeds)
     task = options.task.resolve("search")
-    steps = _STEPS if options.training.steps is None else options.training.steps
-    training = options.training.config(steps, options.learning_rate, seeds[0])
     return SearchSpec(
         task=task,
+        training=options.training.config(options.training.steps or _STEPS, options.learning_rate, seeds[0]),
         model=options.model.config(task, layers),
-        training=training,
         seeds=seeds,
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(SearchSettings)},
         kinds=kinds,

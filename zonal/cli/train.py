@@ -17,7 +17,7 @@ from zonal.limits import PROCESSES, RATE, SEED
 from zonal.models import ModelConfig, language_model, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
-from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
+from zonal.training import RunResult, curriculum, interruptible, train
 from zonal.training.environment import check_device
 from zonal.training.loop import run_identity
 from zonal.training.processes import OneProcess
@@ -145,9 +145,7 @@ def run(options: Train, command: str) -> int:
 
 def _train(options: Train, command: str, processes: Processes) -> int:
     task = options.task.resolve("train")
-    config: TrainConfig = options.training.config(
-        _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed
-    )
+    config = options.training.config(options.training.steps or _STEPS, options.learning_rate, options.seed)
     shape = model_of(options, task, command)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
