@@ -231,17 +231,16 @@ class SearchSpec(SearchSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """search.json, but for the machine; ``read_search`` reverses it."""
-        described = {
-            "task_description": self.task.describe(), "metric": self.task.metric, "measured": self.measured,
-            "guess": self.guess,
-        }  # fmt: skip
         return {
             "schema": SCHEMA,
             "title": self.title,
             "command": self.command,
             **self.identity(),
             "training": self.training.to_dict(),
-            **described,
+            "task_description": self.task.describe(),
+            "metric": self.task.metric,
+            "measured": self.measured,
+            "guess": self.guess,
         }
 
 
