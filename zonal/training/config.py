@@ -193,16 +193,10 @@ def _plain(value: Any) -> Any:
 def first_difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """The first place where two JSON values differ, as (dotted name, stored, asked); None when they are equal."""
     if isinstance(stored, Mapping) and isinstance(asked, Mapping):
-        for key in [*stored, *(key for key in asked if key not in stored)]:
-            inner = f"{name}.{key}" if name else str(key)
-            found = first_difference(stored.get(key), asked.get(key), inner)
-            if found is not None:
-                return found
-        return None
-    if isinstance(stored, list | tuple) and isinstance(asked, list | tuple) and len(stored) == len(asked):
-        for index, (left, right) in enumerate(zip(stored, asked, strict=True)):
-            found = first_difference(left, right, f"{name}[{index}]")
-            if found is not None:
-                return found
-        return None
-    return None if stored == asked else (name, stored, asked)
+        keys = dict.fromkeys([*stored, *asked])
+        parts = [(f"{name}.{key}" if name else str(key), stored.get(key), asked.get(key)) for key in keys]
+    elif isinstance(stored, list | tuple) and isinstance(asked, list | tuple) and len(stored) == len(asked):
+        parts = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(stored, asked, strict=True))]
+    else:
+        return None if stored == asked else (name, stored, asked)
+    return next(filter(None, (first_difference(old, new, inner) for inner, old, new in parts)), None)
