@@ -64,9 +64,7 @@ def written(tree: Tree, gap: tuple[int, ...] | None = None) -> list[int]:
         return [tree]
     found = [OPEN, tree[0]]
     for side in (1, 2):
-        inner = tree[side]
-        assert not isinstance(inner, str)
-        found += written(inner, gap[1:] if gap and gap[0] == side else None)
+        found += written(tree[side], gap[1:] if gap and gap[0] == side else None)
     return [*found, CLOSE]
 
 
