@@ -109,9 +109,7 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(kind, enabled=False):
-        result = _CrossEntropySum.apply(hidden, weight.to(hidden.dtype), targets)
-    assert isinstance(result, Tensor)
-    return result
+        return _CrossEntropySum.apply(hidden, weight.to(hidden.dtype), targets)
 
 
 @torch.no_grad()
