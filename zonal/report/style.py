@@ -8,7 +8,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zonal.mechanisms import MECHANISMS
+from zonal.mechanisms import MECHANISMS, SHORT
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ _VARIANTS = {
     ),
 }
 """Label and line of what is no mechanism of its own; mechanisms bring theirs."""
-_SHORT = {"sq": "squared_affine"}
 _SKA_DEFAULT_POWER = 1
 
 
@@ -106,7 +105,7 @@ def _canonical(spec: str) -> tuple[str, dict[str, object]]:
     if name == "ska":
         power = arguments.get("power", _SKA_DEFAULT_POWER)
         return f"ska:{power}", {key: value for key, value in arguments.items() if key != "power"}
-    return _SHORT.get(name, name), arguments
+    return SHORT.get(name, name), arguments
 
 
 def label(spec: str) -> str:
