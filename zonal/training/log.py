@@ -88,7 +88,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         if self._events is not None:
-            self._events.close()
+            self._events.writer.close()
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one object; it is in the operating system's hands when this returns."""
@@ -105,7 +105,7 @@ class MetricsLog:
         with _write_errors(self.path):
             os.fsync(self._file.fileno())
             if self._events is not None:
-                self._events.flush()
+                self._events.writer.flush()
         return self._file.tell(), self._digest.hexdigest()
 
 
@@ -132,7 +132,7 @@ class _Events:
 
         for old in directory.glob(EVENTS):
             old.unlink()
-        self._writer = SummaryWriter(directory)
+        self.writer = SummaryWriter(directory)
         # the clock of the events is the training time of the run, counted from a start that is now minus that time
         self._start = time.time() - elapsed
         for line in kept:
@@ -150,10 +150,4 @@ class _Events:
                 self._scalar(f"{group}/accuracy by {name}/{key}", value, line)
 
     def _scalar(self, tag: str, value: float, line: dict[str, Any]) -> None:
-        self._writer.add_scalar(tag, value, line["step"], walltime=self._start + line["seconds"])
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+        self.writer.add_scalar(tag, value, line["step"], walltime=self._start + line["seconds"])
