@@ -22,6 +22,21 @@ def constant(function: _Function) -> _Function:
     return function
 
 
+def constant_kept(most: int) -> Callable[[_Function], _Function]:
+    """``constant``, for a function whose last ``most`` results are kept."""
+
+    def decorated(function: _Function) -> _Function:
+        keep = functools.lru_cache(maxsize=most)(function)
+
+        @functools.wraps(keep)
+        def call(*given: object) -> object:  # the compiler passes over what lru_cache makes, and warns
+            return keep(*given)
+
+        return constant(call)  # type: ignore[return-value]
+
+    return decorated
+
+
 def untraced(function: _Function) -> _Function:
     """``torch.compiler.disable``: a traced graph ends before the function, and another one begins after it."""
     return torch._disable_dynamo(function)  # type: ignore[return-value]
@@ -65,4 +80,4 @@ def kept(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-__all__ = ["concrete", "constant", "in_dispatch_mode", "kept", "traced", "untraced"]
+__all__ = ["concrete", "constant", "constant_kept", "in_dispatch_mode", "kept", "traced", "untraced"]

@@ -11,7 +11,7 @@ from zonal.algebra.anchor import Count, Row
 from zonal.errors import ArgumentError, PathError
 from zonal.features import Features
 from zonal.features.quadrature import _laguerre
-from zonal.features.score import _made
+from zonal.features.score import _drawn
 from zonal.memory import Memory
 from zonal.models import CausalLM, ModelConfig
 from zonal.nn import Attention
@@ -94,7 +94,7 @@ def test_what_is_drawn_is_saved_and_never_drawn_again() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_model_made_for_its_shapes_leaves_nothing_behind(spec: str) -> None:
     """What is drawn is kept for the next layer that asks, which may be one with weights."""
-    for kept in (_made, _laguerre):
+    for kept in (_drawn.__wrapped__, _laguerre):
         kept.cache_clear()
     with torch.device("meta"):
         Attention(24, 3, spec)

@@ -3,7 +3,6 @@
 R_0 = 1, R_1 = x, R_k = [2 (k + lam - 1) x R_{k-1} - (k - 1) R_{k-2}] / (k + 2 lam - 1); |R_k| <= 1 on [-1, 1].
 """
 
-import functools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -11,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zonal.tracing import constant, kept
+from zonal.tracing import constant_kept, kept
 
 
 def _step(k: int, q: int) -> tuple[Fraction, Fraction]:
@@ -20,7 +19,7 @@ def _step(k: int, q: int) -> tuple[Fraction, Fraction]:
     return Fraction(2 * k + q - 3, k + q - 2), Fraction(k - 1, k + q - 2)
 
 
-@functools.lru_cache(maxsize=64)
+@constant_kept(64)
 def _monomials(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     rows: list[list[Fraction]] = []
     for k in range(degree + 1):
@@ -36,23 +35,13 @@ def _monomials(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(v) for v in line) for line in rows)
 
 
-@constant
-def _monomial_rows(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
-    return _monomials(degree, q)
-
-
-@functools.lru_cache(maxsize=64)
-def _amplification(degree: int, q: int) -> float:
-    return max(sum(map(abs, line)) for line in _monomials(degree, q))
-
-
-@constant
+@constant_kept(64)
 def amplification(degree: int, q: int) -> float:
     """By how much Horner's scheme on monomials multiplies rounding errors, relative to R_k(1) = 1.
 
     It is the largest sum of the |monomial coefficients| of R_0 … R_degree.
     """
-    return _amplification(degree, q)
+    return max(sum(map(abs, line)) for line in _monomials(degree, q))
 
 
 @kept
@@ -61,7 +50,7 @@ def to_monomials(degree: int, q: int) -> Tensor:
 
     Made in exact rational arithmetic: float64 rounding happens once, at the end.
     """
-    return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
+    return torch.tensor(_monomials(degree, q), dtype=torch.float64)
 
 
 def gates(degrees: Tensor, count: int) -> Tensor:

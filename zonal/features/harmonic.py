@@ -4,7 +4,6 @@ The kernel R_k has rank N_k on the sphere. Nyström features at N_k points or mo
 V^T = R_k(p_i . p_j), are therefore exact.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
-from zonal.tracing import concrete, constant
+from zonal.tracing import concrete, constant_kept
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,8 @@ class Harmonics(FeatureMap):
         return torch.cat([row.expand(-1, size) for row, size in zip(a[:, :, 0], self.sizes(dim), strict=True)], -1)
 
 
-@constant
+@constant_kept(16)
 def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
-    return _made(k, dim, size)
-
-
-@functools.lru_cache(maxsize=16)
-def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Points (2 N_k, d) in general position, and V Λ^(-1/2) (2 N_k, N_k), float64.
 
     Twice as many points as needed give a good condition number. They are numbers also within a trace of torch.export.

@@ -1,6 +1,5 @@
 """A feature map as the score of an operator: S_ts = phi_q(q_t) . phi_k(k_s). With link identity, K is its kernel."""
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +11,7 @@ from zonal.algebra.score import FeatureLayer, Params, Score, unit
 from zonal.algebra.score.feature_layer import underflow_error
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
-from zonal.tracing import concrete, constant
+from zonal.tracing import concrete, constant_kept
 
 
 @dataclass(frozen=True)
@@ -197,13 +196,8 @@ class Features(Score):
         return (self.move("approximation", name, f"the kernel is meant, not exact ({claim.kind}): {claim.text}"),)
 
 
-@constant
+@constant_kept(16)  # an operator asks several times, and landmarks take a while
 def _drawn(score: Features) -> dict[str, Tensor]:
-    return _made(score)
-
-
-@functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
-def _made(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
     with concrete():

@@ -8,7 +8,6 @@ distance, x_i x_{(i + j) mod d} for j = 0 … d/2, which is one product of x wit
 multiply x_i with the tail of the degree below that starts at i, which is contiguous in the order used here.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
-from zonal.tracing import constant, kept
+from zonal.tracing import constant_kept, kept
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def _size(dim: int, degree: int) -> int:
     return math.comb(dim + degree - 1, degree)
 
 
-@functools.lru_cache(maxsize=64)
+@constant_kept(64)
 def _weights(dim: int, degree: int) -> tuple[float, ...]:
     """sqrt(k! / a!) for k = 2 … degree in the order of ``_write_powers``."""
     # the multiplicity of the leading index and the product of factorials, grown with the recursion
@@ -202,14 +201,9 @@ def _weights(dim: int, degree: int) -> tuple[float, ...]:
     return tuple(out)
 
 
-@constant
-def _constant_weights(dim: int, degree: int) -> tuple[float, ...]:
-    return _weights(dim, degree)
-
-
 @kept
 def _cast_weights(dim: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(_constant_weights(dim, degree), dtype=dtype, device=device)
+    return torch.tensor(_weights(dim, degree), dtype=dtype, device=device)
 
 
 def _write_powers(x: Tensor, out: Tensor, degree: int) -> None:
