@@ -48,21 +48,15 @@ class OperatorCache(Cache, abc.ABC):
         self.readings: dict[int, Reading] = {}
         self._pasts: list[Past] = [] if memory is None else [*memory.layers]
         self._origin = "" if memory is None else memory.origin
+        self._recording = False
 
     @abc.abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens read, padding included."""
 
     @abc.abstractmethod
-    def activate_past_recording(self) -> None:
-        """Keep what ``crop`` needs from now on."""
-
-    @abc.abstractmethod
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest ``-tokens_to_remove`` tokens, and all records of earlier calls.
-
-        Raises: ArgumentError for a cache that does not record, or tokens older than its records.
-        """
+    def _cropped(self, count: int) -> None:
+        """``crop`` of the newest ``count`` tokens by a cache that records."""
 
     @abc.abstractmethod
     def _drop_records(self) -> None:
@@ -94,6 +88,26 @@ class OperatorCache(Cache, abc.ABC):
         return self.fork()
 
     # --- for transformers -------------------------------------------------------------------------------------------
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._recording
+
+    def activate_past_recording(self) -> None:
+        """Keep what ``crop`` needs from now on: the memories before each call and what it reads."""
+        self._recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens, and all records of earlier calls.
+
+        Raises: ArgumentError for a cache that does not record, or tokens older than its records.
+        """
+        if not self._recording or tokens_to_remove > 0:
+            raise ArgumentError(
+                f"{type(self).__name__}.crop: call activate_past_recording() before the tokens are read, and give the "
+                f"number of tokens to forget as a negative number; received {tokens_to_remove}."
+            )
+        self._cropped(-tokens_to_remove)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no limit."""
@@ -162,13 +176,12 @@ class ZonalCache(OperatorCache):
 
     A cache that records (``activate_past_recording``) can give tokens back (``crop``): it keeps the memories before
     each call, and the next call reads those tokens of the call again that were kept. Assisted generation uses this.
-
     """
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
         super().__init__(memory)
         self._length = 0 if memory is None else memory.layers[0].length
-        self._recorded: list[_Read] | None = None
+        self._recorded: list[_Read] = []
         self._again: _Read | None = None
 
     # --- for the model ----------------------------------------------------------------------------------------------
@@ -193,7 +206,7 @@ class ZonalCache(OperatorCache):
             if real is not None or again.real is not None:
                 real = torch.cat([_mask(again.x, again.real), _mask(x, real)], 1)
             x = torch.cat([again.x, x], 1)
-        if self._recorded is not None:
+        if self._recording:
             before = self.memory().layers
             self._pasts = list(before)
             self._recorded.append(_Read(before, x, real))
@@ -230,21 +243,10 @@ class ZonalCache(OperatorCache):
             "of another. Use MemoryCache for a converted model."
         )
 
-    @property
-    def is_croppable(self) -> bool:
-        return self._recorded is not None
-
-    def activate_past_recording(self) -> None:
-        """Keep what ``crop`` needs from now on: the memories before each call and its input."""
-        if self._recorded is None:
-            self._recorded = []
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As in every cache. The next call reads those tokens of the call again that were kept."""
-        if self._recorded is None or tokens_to_remove > 0:
-            raise _no_records(self, tokens_to_remove)
-        left = -tokens_to_remove
-        _check_recorded(self, left, sum(read.x.shape[1] for read in self._recorded))
+    def _cropped(self, count: int) -> None:
+        """The next call reads those tokens of the call again that are kept."""
+        _check_recorded(self, count, sum(read.x.shape[1] for read in self._recorded))
+        left = count
         while left:
             last = self._recorded.pop()
             kept = max(0, last.x.shape[1] - left)
@@ -253,7 +255,7 @@ class ZonalCache(OperatorCache):
             self._again = None if kept == 0 else _Read(
                 last.before, last.x[:, :kept], None if last.real is None else last.real[:, :kept]
             )  # fmt: skip
-        self._length += tokens_to_remove
+        self._length -= count
         self._recorded = []
 
     def reset(self) -> None:
@@ -262,7 +264,7 @@ class ZonalCache(OperatorCache):
         super().reset()
 
     def _drop_records(self) -> None:
-        self._recorded = None if self._recorded is None else []
+        self._recorded = []
 
 
 class _Tokens(NamedTuple):
@@ -292,7 +294,7 @@ class MemoryCache(OperatorCache):
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
         super().__init__(memory)
-        self._records: dict[int, list[_Tokens]] | None = None
+        self._records: dict[int, list[_Tokens]] = {}
         self._unread: set[int] = set()
 
     # --- for a converted layer --------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ class MemoryCache(OperatorCache):
         if report is not False:
             with torch.no_grad():
                 self.readings[layer] = past.memory.read(q, report=report)
-        if self._records is not None:
+        if self._recording:
             past = past.value() if isinstance(past, LayerDecoder) else past
             self._records.setdefault(layer, []).append(_Tokens(past, k, v, real))
         elif isinstance(past, LayerMemory) and past.memory.count:
@@ -369,24 +371,13 @@ class MemoryCache(OperatorCache):
         """Number of tokens read, padding included."""
         return self._pasts[layer_idx].length if layer_idx < len(self._pasts) else 0
 
-    @property
-    def is_croppable(self) -> bool:
-        return self._records is not None
-
-    def activate_past_recording(self) -> None:
-        """Keep what ``crop`` needs from now on: the memories before each call, its keys and values."""
-        if self._records is None:
-            self._records = {}
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As in every cache. The tokens of a call that are kept are absorbed again."""
-        if self._records is None or tokens_to_remove > 0:
-            raise _no_records(self, tokens_to_remove)
+    def _cropped(self, count: int) -> None:
+        """The tokens of a call that are kept are absorbed again."""
         of_layers = [self._records.get(layer, []) for layer in range(len(self._pasts))]
         for records in of_layers:
-            _check_recorded(self, -tokens_to_remove, sum(read.k.shape[2] for read in records))
+            _check_recorded(self, count, sum(read.k.shape[2] for read in records))
         for layer, records in enumerate(of_layers):
-            left = -tokens_to_remove
+            left = count
             while left:
                 last = records.pop()
                 kept = max(0, last.k.shape[2] - left)
@@ -395,7 +386,7 @@ class MemoryCache(OperatorCache):
         self._records = {}
 
     def _drop_records(self) -> None:
-        self._records = None if self._records is None else {}
+        self._records = {}
         self._unread = set()
 
 
@@ -422,13 +413,6 @@ def start_generation(
     cache = model_kwargs[CACHE] = kind()
     if generation_config.is_assistant:
         cache.activate_past_recording()
-
-
-def _no_records(cache: OperatorCache, given: int) -> ArgumentError:
-    return ArgumentError(
-        f"{type(cache).__name__}.crop: call activate_past_recording() before the tokens are read, and give the number "
-        f"of tokens to forget as a negative number; received {given}."
-    )
 
 
 def _check_recorded(cache: OperatorCache, asked: int, recorded: int) -> None:
