@@ -104,7 +104,7 @@ class _Conversion:
         self.text = Text.of(documents, settings.windows, settings.eval_length, settings.length)
         digest = hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest()[:16]
         wanted = {
-            "schema": report.SCHEMA, "settings": _plain(settings.identity()), "text": digest,
+            "schema": report.SCHEMA, "settings": settings.identity(), "text": digest,
             "model": fingerprint(original),
         }  # fmt: skip
         path = settings.work / RECORD
@@ -276,10 +276,6 @@ def _thinned(told: Sequence[Update]) -> list[dict[str, Any]]:
     """About ``_TOLD`` of the updates, the last among them."""
     every = max(1, len(told) // _TOLD)
     return [dataclasses.asdict(update) for index, update in enumerate(told) if (len(told) - 1 - index) % every == 0]
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 __all__ = ["Settings", "Watch", "run"]
