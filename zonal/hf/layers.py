@@ -224,15 +224,6 @@ def _others(layer: Any) -> str:
     return "Choose an operator that can have a window, such as softmax."
 
 
-def _causal_need(operator: Operator) -> str | None:
-    """Why an operator needs a causal layer, or None."""
-    if operator.anchor.window:
-        return "a causal layer: its window ends with the query's own key"
-    if any(isinstance(prior, Decay) for prior in operator.prior):
-        return "a causal layer: it fades with time"
-    return None
-
-
 def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     """What the operator asks of a layer and layers of transformers do not have, or None.
 
@@ -241,8 +232,10 @@ def need(operator: Operator, head_dim: int, causal: bool) -> str | None:
     score = operator.score
     if operator.anchor.couples and causal:
         return f"a bidirectional layer, and this one is causal, which {leak(operator.anchor)}"
-    if not causal and (lacking := _causal_need(operator)) is not None:
-        return lacking
+    if operator.anchor.window and not causal:
+        return "a causal layer: its window ends with the query's own key"
+    if operator.tags.decays and not causal:
+        return "a causal layer: it fades with time"
     if operator.qk_dim not in (None, head_dim):
         return f"queries and keys of {operator.qk_dim} numbers per head, and these layers have {head_dim}"
     if score.one_map:
