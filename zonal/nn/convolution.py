@@ -202,9 +202,12 @@ class ShortConvolution(nn.Module):
         return self._filtered(read) if stretch is None else self._continued(stretch, read)
 
     def _filtered(self, read: _Read) -> tuple[list[Tensor], Tensor]:
-        x = read.x
+        x, mask = read.x, read.mask
+        order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # slot -> token
+        present = None if mask is None else mask.sum(dim=1)
         compiled = x.shape[1] > 1 and self.width <= WIDEST and refusal(x, read.tail, self.weight, self.bias) is None
-        return self._compiled(read) if compiled else self._by_torch(read)
+        y = self._compiled(read, order, present) if compiled else self._by_torch(read, order)
+        return y, self._after(x, read.tail, order, present, read.cu_seqlens)
 
     def _continued(self, stretch: Stretch, read: _Read) -> tuple[list[Tensor], Tensor]:
         """``parts`` of a stretch of longer sequences: its first document continues from the tail of earlier ones."""
@@ -224,18 +227,14 @@ class ShortConvolution(nn.Module):
         others, after = self._filtered(read._replace(x=x[:, cut.head :], tail=None, mask=None, cu_seqlens=cut.rest))
         return [torch.cat(both, 1) for both in zip(y, others, strict=True)], after
 
-    def _compiled(self, read: _Read) -> tuple[list[Tensor], Tensor]:
+    def _compiled(self, read: _Read, order: Tensor | None, present: Tensor | None) -> list[Tensor]:
         """In one pass over x, without copies of what windows see."""
-        x, sizes, heads, tail, mask, cu_seqlens = read
-        order = present = reach = None
-        if mask is not None:
-            order = torch.argsort(~mask, dim=1, stable=True).to(torch.int32)
-            present = mask.sum(dim=1, dtype=torch.int32)
-        if cu_seqlens is not None:
-            reach = document_positions(cu_seqlens, x.shape[1]).to(torch.int32)
-        inputs = ConvolutionInputs(x, tail, self.weight, self.bias, order, present, reach)
+        x, sizes, heads, tail, _, cu_seqlens = read
+        reach = None if cu_seqlens is None else document_positions(cu_seqlens, x.shape[1])
+        places = (None if each is None else each.to(torch.int32) for each in (order, present, reach))
+        inputs = ConvolutionInputs(x, tail, self.weight, self.bias, *places)
         y = short_convolution(inputs, ConvolutionSpec(self.activation == "silu", heads, tuple(sizes)))
-        return list(y[: len(sizes)]), self._after(x, tail, order, present, cu_seqlens)
+        return list(y[: len(sizes)])
 
     def _after(
         self, x: Tensor, tail: Tensor | None, order: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None
@@ -248,22 +247,21 @@ class ShortConvolution(nn.Module):
             return torch.cat((tail[:, last.shape[1] :], last), dim=1)
         # places in the tail and the tokens behind it
         last = present[:, None] + torch.arange(gap, device=x.device)
-        token = order.gather(1, (last - gap).clamp(min=0)).long()
+        token = order.gather(1, (last - gap).clamp(min=0))
         old = tail.gather(1, last.clamp(max=gap - 1)[..., None].expand(-1, -1, self.dim))
         return torch.where((last < gap)[..., None], old, x.gather(1, token[..., None].expand(-1, -1, self.dim)))
 
-    def _by_torch(self, read: _Read) -> tuple[list[Tensor], Tensor]:
+    def _by_torch(self, read: _Read, order: Tensor | None) -> list[Tensor]:
         x, sizes, heads, tail, mask, cu_seqlens = read
         tail = x.new_zeros(x.shape[0], self.width - 1, self.dim) if tail is None else tail
         if cu_seqlens is not None:
-            y, after = self._packed(x, cu_seqlens)
-        elif mask is not None:
-            y, after = self._padded(x, tail, mask)
+            y = self._packed(x, cu_seqlens)
+        elif mask is not None and order is not None:
+            y = self._padded(x, tail, mask, order)
         else:
-            extended = torch.cat((tail, x), dim=1)
-            y, after = self._filter(extended), extended[:, x.shape[1] :].clone()
+            y = self._filter(torch.cat((tail, x), dim=1))
         first, *others = y.split(sizes, dim=2)
-        return [first.unflatten(2, (heads, -1)), *others], after
+        return [first.unflatten(2, (heads, -1)), *others]
 
     def _filter(self, extended: Tensor) -> Tensor:
         """(B, w − 1 + T, dim) -> (B, T, dim): every full window."""
@@ -279,24 +277,21 @@ class ShortConvolution(nn.Module):
             y = F.conv1d(extended.transpose(1, 2), taps.flip(1)[:, None], bias, groups=self.dim).transpose(1, 2)
         return F.silu(y) if self.activation == "silu" else y
 
-    def _padded(self, x: Tensor, tail: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _padded(self, x: Tensor, tail: Tensor, mask: Tensor, order: Tensor) -> Tensor:
         """Move real tokens to the front of their rows, filter, and move them back."""
-        order = torch.argsort(~mask, dim=1, stable=True)  # slot -> token
         x = x.masked_fill(~mask[..., None], 0.0)
         extended = torch.cat((tail, x.gather(1, order[..., None].expand_as(x))), dim=1)
         y = self._filter(extended)
         back = torch.argsort(order, dim=1)  # token -> slot
-        y = y.gather(1, back[..., None].expand_as(y)).masked_fill(~mask[..., None], 0.0)
-        last = mask.sum(dim=1, keepdim=True) + torch.arange(self.width - 1, device=x.device)
-        return y, extended.gather(1, last[..., None].expand(-1, -1, self.dim))
+        return y.gather(1, back[..., None].expand_as(y)).masked_fill(~mask[..., None], 0.0)
 
-    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Put w − 1 zeros before every document, filter, and take them out."""
         length, gap = x.shape[1], self.width - 1
         documents = cu_seqlens.numel() - 1
         place = torch.arange(length, device=x.device) + (document_index(cu_seqlens, length) + 1) * gap
         spread = x.new_zeros(1, length + documents * gap, self.dim).index_copy(1, place, x)
-        return self._filter(spread)[:, place - gap], spread[:, -gap:].clone()
+        return self._filter(spread)[:, place - gap]
 
     def extra_repr(self) -> str:
         return f"{self.dim}, width={self.width}, activation={self.activation}, bias={self.bias is not None}"
