@@ -66,20 +66,17 @@ def constant_gates(degrees: tuple[float, ...], count: int) -> Tensor:
 
 def basis(x: Tensor, count: int, q: int) -> list[Tensor]:
     """[R_0(x), …, R_{count-1}(x)]."""
-    values = [torch.ones_like(x), x][:count]
-    for k in range(2, count):
-        a, b = _step(k, q)
-        values.append(float(a) * x * values[-1] - float(b) * values[-2])
-    return values
+    return list(each(x, count, q))
 
 
 def each(x: Tensor, count: int, q: int) -> Iterator[Tensor]:
     """``basis``, one at a time."""
-    value, after = torch.ones_like(x), x
-    for k in range(count):
+    before, value = torch.ones_like(x), x
+    yield from (before, value)[:count]
+    for k in range(2, count):
+        a, b = _step(k, q)
+        before, value = value, float(a) * x * value - float(b) * before
         yield value
-        a, b = _step(k + 2, q)
-        value, after = after, float(a) * x * after - float(b) * value
 
 
 def series(x: Tensor, c: Tensor, q: int) -> Tensor:
