@@ -13,16 +13,16 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
-from zonal.algebra.operator import apart
 from zonal.algebra.prior import ChunkCausal
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import files
-from zonal.memory.alike import check_draws, declared_alike, same_but_for_type, same_declaration
+from zonal.memory.alike import declared_alike, same_but_for_type, same_declaration
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import ENDLESS, FLOATS, Form
 from zonal.memory.incoming import check_tokens, prepared
 from zonal.memory.reading import Readable
 from zonal.memory.refusals import served_by, statistics_refusal
+from zonal.memory.rows import check_alike
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
@@ -472,22 +472,7 @@ class Memory(Readable):
     def _same_form(self, call: str, other: "Memory") -> None:
         if not isinstance(other, Memory):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
-        if type(other) is not type(self):
-            raise ArgumentError(
-                f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make "
-                "both with the same kind in Memory.empty."
-            )
-        if other.form != self.form:
-            raise ArgumentError(
-                f"Memory.{call}: both memories must have one form, received {self.form.shown()} and "
-                f"{other.form.shown()}. Gather the rows that belong together, or absorb the tokens again."
-            )
-        check_draws(f"Memory.{call}", self.operator, other.operator)
-        if not self.of_operator(other.operator):
-            raise ArgumentError(
-                f"Memory.{call}: both memories must belong to one operator, received "
-                f"{apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
-            )
+        check_alike(call, self, other, free_batch=False)
 
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""

@@ -112,8 +112,11 @@ def checked_index(call: str, index: Sequence[int] | Tensor, batch: int) -> Tenso
 
 def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     """The rows of all memories, one memory's after another's."""
-    _check_alike(verb, memories)
+    if not memories or not all(isinstance(memory, Batched) for memory in memories):
+        raise ArgumentError(f"Memory.{verb}: at least one Memory is required and nothing else, received {memories!r}.")
     first = memories[0]
+    for other in memories[1:]:
+        check_alike(verb, first, other, free_batch=True)
     names = [part.name for part in first.parts]
     if any([part.name for part in memory.parts] != names for memory in memories):
         shown = "; ".join(str([span.name for span in memory.spans()]) for memory in memories)
@@ -147,27 +150,25 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     return replace(whole, parts=parts)
 
 
-def _check_alike(verb: str, memories: Sequence[Any]) -> None:
-    if not memories or not all(isinstance(memory, Batched) for memory in memories):
-        raise ArgumentError(f"Memory.{verb}: at least one Memory is required and nothing else, received {memories!r}.")
-    first = memories[0]
-    for other in memories[1:]:
-        if type(other) is not type(first):
-            raise ArgumentError(
-                f"Memory.{verb}: all memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make "
-                "both with Memory.empty(kind=…)."
-            )
-        if other.form._replace(batch=1) != first.form._replace(batch=1):
-            raise ArgumentError(
-                f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} "
-                f"and {other.form.shown()}."
-            )
-        check_draws(f"Memory.{verb}", first.operator, other.operator)
-        if not first.of_operator(other.operator):
-            raise ArgumentError(
-                f"Memory.{verb}: all memories must belong to one operator, received "
-                f"{apart(first.operator, other.operator)}."
-            )
+def check_alike(verb: str, first: Any, other: Any, *, free_batch: bool) -> None:
+    """Raise ArgumentError unless two memories are of one kind, form and operator. free_batch: of any number of rows."""
+    if type(other) is not type(first):
+        raise ArgumentError(
+            f"Memory.{verb}: both memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make both "
+            "with the same kind in Memory.empty."
+        )
+    if other.form != (first.form._replace(batch=other.form.batch) if free_batch else first.form):
+        raise ArgumentError(
+            f"Memory.{verb}: both memories must have one form{' but for the batch' if free_batch else ''}, received "
+            f"{first.form.shown()} and {other.form.shown()}."
+            f"{'' if free_batch else ' Gather the rows that belong together, or absorb the tokens again.'}"
+        )
+    check_draws(f"Memory.{verb}", first.operator, other.operator)
+    if not first.of_operator(other.operator):
+        raise ArgumentError(
+            f"Memory.{verb}: both memories must belong to one operator, received "
+            f"{apart(first.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
+        )
 
 
 def _joined_rows(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -205,4 +206,4 @@ def _joined_parts(verb: str, memories: Sequence[Any], index: int) -> Part:
     return Part(parts[0].name, count, whole, mark)
 
 
-__all__ = ["Batched", "checked_index", "concatenated"]
+__all__ = ["Batched", "check_alike", "checked_index", "concatenated"]
