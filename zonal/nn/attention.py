@@ -508,12 +508,10 @@ class Attention(TokenMixer):
     def _read_out(self, y: Tensor) -> Tensor:
         """(B, H, T, P) -> (B, T, dim)."""
         y = y.transpose(1, 2)
-        if self.readout_norm == "head" and self.readout is not None:
-            y = self.readout(y)
-        y = y.flatten(2)
-        if self.readout_norm == "concat" and self.readout is not None:
-            y = self.readout(y)
-        return self.output(y)
+        if self.readout is None:
+            return self.output(y.flatten(2))
+        by_head = self.readout_norm == "head"
+        return self.output(self.readout(y).flatten(2) if by_head else self.readout(y.flatten(2)))
 
     def extra_repr(self) -> str:
         return (
