@@ -147,3 +147,37 @@ def with_gradients(data: Inputs, results: Sequence[Tensor]) -> list[Tensor]:
     leaves = [data.q, data.k, data.v, *given, *data.operator.parameters()]
     found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return [x.detach().cpu() for x in (*results, *found)]
+
+
+def by_path(rules: Shape, data: Inputs, path: str, cut: str) -> list[Tensor]:
+    """y and its gradients: with respect to q, k, v and what the operator learns.
+
+    In pieces that hand on a memory where the shape says so and the path is ``cut``.
+    """
+    y = in_pieces(rules, data, path)[0] if rules.cuts and path == cut else at_once(rules, data, path)
+    return with_gradients(data, [y])
+
+
+def further(
+    call: str, dtype: str, data: Inputs, got: Sequence[Tensor], truth: Sequence[Tensor], allowed: Callable[[str], float]
+) -> str | None:
+    """Where results and gradients are further from the truth than ``allowed`` of their names and rounding to ``dtype``,
+    both relative to their size; None if nowhere.
+    """
+    names = ["y", "dq", "dk", "dv"]
+    for index, (a, t) in enumerate(zip(got, truth, strict=True)):
+        name = names[index] if index < len(names) else f"parameter {index - len(names)}"
+        if a.shape != t.shape or not bool(torch.isfinite(a).all()):
+            return f"{call}: {name} is {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
+        most = allowed(name)
+        if dtype != "float32":
+            # weights are rounded for their product with values, and what a row's sum takes out of gradients comes from
+            # them
+            most += (1 if name == "y" else 4) * torch.finfo(DTYPES[dtype]).eps
+        size = max(1.0, t.abs().max().item())
+        # a gradient of a parameter sums over all rows
+        most *= size * (data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0)
+        error = (a.double() - t).abs().max().item()
+        if error > most:
+            return f"{call}: {name} is off by {error:.3g}, {most:.3g} is allowed, of {size:.3g}"
+    return None

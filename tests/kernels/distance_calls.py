@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernels.calls import DTYPES, Inputs, Shape, at_once, drawing, edges, in_pieces, learned, padded, with_gradients
+from kernels.calls import DTYPES, Inputs, Shape, by_path, drawing, edges, further, learned, padded
 from torch import Tensor
 
 from zonal import Operator, anchor, link, metric, prior, score
@@ -121,32 +121,11 @@ def inputs(case: Case) -> Inputs:
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
-    """y and its gradients: with respect to q, k, v and what the operator learns.
-
-    In pieces that hand on a memory where the shape says so.
-    """
-    pieces = case.rules.cuts and path == "tiled"
-    y = in_pieces(case.rules, data, path)[0] if pieces else at_once(case.rules, data, path)
-    return with_gradients(data, [y])
+    """``by_path``."""
+    return by_path(case.rules, data, path, "tiled")
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     """Where ``got`` is further from float64 than rounding, of five digits in float32; None if nowhere."""
     truth = attended(case, data.to(torch.float64, "cpu"), "dense")
-    names = ["y", "dq", "dk", "dv"]
-    for index, (a, t) in enumerate(zip(got, truth, strict=True)):
-        name = names[index] if index < len(names) else f"parameter {index - len(names)}"
-        if a.shape != t.shape or not bool(torch.isfinite(a).all()):
-            return f"{case.name}: {name} is {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
-        size = max(1.0, t.abs().max().item())
-        # a gradient of a parameter sums over all rows
-        terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
-        allowed = 2e-5 * terms * size
-        if case.dtype != "float32":
-            # weights are rounded for their product with values, and what a row's sum takes out of gradients comes from
-            # them
-            allowed += (1 if name == "y" else 4) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
-        error = (a.double() - t).abs().max().item()
-        if error > allowed:
-            return f"{case.name}: {name} is off by {error:.3g}, {allowed:.3g} is allowed, of {size:.3g}"
-    return None
+    return further(case.name, case.dtype, data, got, truth, lambda name: 2e-5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from kernels.calls import DTYPES, Inputs, Shape, at_once, drawing, edges, in_pieces, learned, padded, with_gradients
+from kernels.calls import DTYPES, Inputs, Shape, by_path, drawing, edges, further, learned, padded
 from torch import Tensor
 
 from zonal import Operator, anchor, link, prior, score
@@ -114,13 +114,8 @@ def inputs(case: Case) -> Inputs:
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
-    """y and its gradients: with respect to q, k, v and what the operator learns.
-
-    In pieces that hand on a memory where the shape says so.
-    """
-    pieces = case.rules.cuts and path == "chunked"
-    y = in_pieces(case.rules, data, path)[0] if pieces else at_once(case.rules, data, path)
-    return with_gradients(data, [y])
+    """``by_path``."""
+    return by_path(case.rules, data, path, "chunked")
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
@@ -133,21 +128,6 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
         if not bool(got[0][:, :, first:].isnan().all()):
             return f"{case.name}: y is not NaN where the key is seen"
         got, truth = [got[0][:, :, :first]], [truth[0][:, :, :first]]
-    names = ["y", "dq", "dk", "dv"]
-    for index, (a, t) in enumerate(zip(got, truth, strict=True)):
-        name = names[index] if index < len(names) else f"parameter {index - len(names)}"
-        if a.shape != t.shape or not bool(torch.isfinite(a).all()):
-            return f"{case.name}: {name} is {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
-        size = max(1.0, t.abs().max().item())
-        # a gradient of a parameter sums over all rows
-        terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
-        # float32 products of P, and of its products with gradients
-        allowed = (64 if name == "y" else 512) * terms * torch.finfo(torch.float32).eps * size
-        if case.operator == "steep":  # P is ten times as large, and so is x
-            allowed *= 20
-        if case.dtype != "float32":
-            allowed += (1 if name == "y" else 4) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
-        error = (a.double() - t).abs().max().item()
-        if error > allowed:
-            return f"{case.name}: {name} is off by {error:.3g}, {allowed:.3g} is allowed, of {size:.3g}"
-    return None
+    # float32 products of P, and of its products with gradients; where steep P is ten times as large, and so is x
+    eps = torch.finfo(torch.float32).eps * (20 if case.operator == "steep" else 1)
+    return further(case.name, case.dtype, data, got, truth, lambda name: (64 if name == "y" else 512) * eps)
