@@ -56,6 +56,7 @@ NAMING = (
     "docs/mechanisms/ska.md",
     "docs/which-operator.md",
     "docs/echo_variables.md",
+    "docs/recall_based.md",
     "docs/recall_measured.md",
     "docs/text_lengths.md",
     "docs/text_measured.md",
