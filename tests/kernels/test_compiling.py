@@ -60,6 +60,10 @@ def test_a_terminal_is_told_what_takes_so_long(
     with pytest.raises(build.BuildError, match="stopped"):
         native_kernels.load(FORMULAS["exp"], "tile")
     said = capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)  # as of a service
+    native_kernels.forget()
+    with pytest.raises(build.BuildError, match="stopped"):
+        native_kernels.load(FORMULAS["exp"], "tile")
     assert ("compiling a CPU kernel (exp, tile" in said and "`zonal build`" in said) if terminal else not said
 
 

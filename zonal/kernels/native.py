@@ -355,7 +355,8 @@ def _loaded(code: Formula, source: str, isa: InstructionSet) -> ctypes.CDLL:
     lacks = ", ".join(sorted(isa.needs - choice.features()))
     if lacks:
         raise BuildError(f"build: a kernel for {isa.label} is not loaded: this processor does not report {lacks}.")
-    if built(code, source, isa) is None and sys.stderr.isatty():  # or the call would seem to hang
+    # said, or the call would seem to hang; a service may have no stderr
+    if sys.stderr and sys.stderr.isatty() and built(code, source, isa) is None:
         sys.stderr.write(
             f"zonal: compiling a CPU kernel ({code.name}, {source}, {isa.label}), which takes some seconds, once. "
             "`zonal build` compiles all of them ahead of time.\n"
