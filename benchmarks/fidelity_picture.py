@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
+from benchmarks.drawing import INK, LINE, SOFT, head, text
 from zonal import store
 from zonal.algebra.declaration import require
 from zonal.features.fidelity import INPUTS
@@ -15,7 +15,6 @@ from zonal.report import style
 
 _CELL, _CHART = (246, 204), (190, 138)
 _LEFT, _TOP, _COLUMNS = 52, 104, 4
-_INK, _SOFT, _LINE = "#1d1c1a", "#65615a", "#dfdbd1"
 
 
 class Curve(NamedTuple):
@@ -115,15 +114,10 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
     x = Axis(min(row["m"] for row in points) / 1.4, max(row["m"] for row in points) * 1.4, _CHART[0])
     y = Axis(max(errors) * 1.25, min(errors) / 1.25, _CHART[1])  # downwards
     width, height = _LEFT + _COLUMNS * _CELL[0], _TOP + len(lines) * (_CELL[1] + 22)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">',
-        "<title>Error of the outputs against features a token</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *_legend(),
-    ]  # fmt: skip
+    parts = head(width, height, "Error of the outputs against features a token", size=12) + _legend()
     top = _TOP
     for title, found in lines:
-        parts.append(_text(_LEFT - 40, top + 4, title, weight="600", size=14))
+        parts.append(text(_LEFT - 40, top + 4, title, weight="600", size=14))
         for column, (name, reference) in enumerate(found):
             own = [row for row in points if _panel(row) == _panel(reference)]
             parts += [
@@ -138,15 +132,6 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _panel(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["input"], row["dim"], row["eps"], row["length"]
-
-
-def _text(
-    x: float, y: float, words: str, *, anchor: str = "start", colour: str = _INK, weight: str = "400", size: int = 12
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}" '
-        f'font-size="{size}">{escape(words)}</text>'
-    )
 
 
 def _marker(curve: Curve, x: float, y: float, filled: bool) -> str:
@@ -174,44 +159,44 @@ def _legend() -> list[str]:
             parts += [
                 f'<path d="M{x} {y}h30" {_stroke(entry)}/>',
                 _marker(entry, x + 15, y, "signed" not in entry.label),
-                _text(x + 38, y + 4, entry.label),
+                text(x + 38, y + 4, entry.label),
             ]
         else:
             parts += [
                 f'<path d="M{x} {y}h30" {_REFERENCES["average" if entry.startswith("mean") else "bound"]}/>',
-                _text(x + 38, y + 4, entry),
+                text(x + 38, y + 4, entry),
             ]
     parts.append(
-        _text(
+        text(
             270,
             68,
             "Across: features a token. Upwards: relative error of the outputs. Both axes are logarithmic.",
-            colour=_SOFT,
+            SOFT,
         )
     )
     return parts
 
 
 _REFERENCES = {
-    "average": f'stroke="{_INK}" stroke-width="1.3" stroke-dasharray="1.5 2.5" fill="none"',
-    "bound": f'stroke="{_SOFT}" stroke-width="1.3" stroke-dasharray="6 4" fill="none"',
+    "average": f'stroke="{INK}" stroke-width="1.3" stroke-dasharray="1.5 2.5" fill="none"',
+    "bound": f'stroke="{SOFT}" stroke-width="1.3" stroke-dasharray="6 4" fill="none"',
 }
 
 
 def _chart(name: str, reference: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> list[str]:
     wide, high = _CHART
-    parts = [_text(0, -8, name)]
+    parts = [text(0, -8, name)]
     for tick in x.ticks((1,)):
         parts += [
-            f'<path d="M{x.at(tick):.1f} 0V{high}" stroke="{_LINE}"/>',
-            _text(x.at(tick), high + 14, f"{tick:g}", anchor="middle", colour=_SOFT, size=11),
+            f'<path d="M{x.at(tick):.1f} 0V{high}" stroke="{LINE}"/>',
+            text(x.at(tick), high + 14, f"{tick:g}", SOFT, anchor="middle", size=11),
         ]
     for tick in Axis(y.high, y.low, 1).ticks((1, 3)):
         parts += [
-            f'<path d="M0 {y.at(tick):.1f}H{wide}" stroke="{_LINE}"/>',
-            _text(-5, y.at(tick) + 4, f"{tick:g}", anchor="end", colour=_SOFT, size=11),
+            f'<path d="M0 {y.at(tick):.1f}H{wide}" stroke="{LINE}"/>',
+            text(-5, y.at(tick) + 4, f"{tick:g}", SOFT, anchor="end", size=11),
         ]
-    parts.append(f'<rect width="{wide}" height="{high}" fill="none" stroke="{_SOFT}" stroke-width=".8"/>')
+    parts.append(f'<rect width="{wide}" height="{high}" fill="none" stroke="{SOFT}" stroke-width=".8"/>')
     level = y.at(reference["average"]["causal"])
     parts.append(f'<path d="M0 {level:.1f}H{wide}" {_REFERENCES["average"]}/>')
     bound = [

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
+from benchmarks.drawing import INK, LINE, SOFT, head, text
 from zonal import store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ DIM, POWER = 56, 2
 
 _WIDTH, _HEIGHT = 900, 330
 _PANEL = (330, 190)  # of the axes, in pixels
-_INK, _SOFT, _LINE, _SOFTMAX, _SKA = "#1d1c1a", "#65615a", "#dfdbd1", "#4d4d4d", "#0067b1"
+_SOFTMAX, _SKA = "#4d4d4d", "#0067b1"
 
 
 class Panel(NamedTuple):
@@ -57,13 +57,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> tuple[Panel, Panel]:
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
     """The picture as one SVG. rows: as the benchmark writes them."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" '
-        'font-size="13">',
-        "<title>Time and memory of softmax attention and of SKA against the number of tokens</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-    ]
+    parts = head(_WIDTH, _HEIGHT, "Time and memory of softmax attention and of SKA against the number of tokens")
     for index, panel in enumerate(panels(rows)):
         parts += [f'<g transform="translate({76 + index * 450} 56)">', *_chart(panel), "</g>"]
     parts += [
@@ -87,14 +81,14 @@ def _chart(panel: Panel) -> list[str]:
             _PANEL[1] * (1 - math.log(y / least) / math.log(most / least)),
         )
 
-    parts = [_text(-50, -24, panel.title, _INK, weight="600")]
+    parts = [text(-50, -24, panel.title, INK, weight="600")]
     for value, words in panel.ticks.items():
         y = at(low, value)[1]
-        parts.append(f'<line x1="0" x2="{_PANEL[0]}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_LINE}"/>')
-        parts.append(_text(-8, y + 4, words, _SOFT, anchor="end"))
+        parts.append(f'<line x1="0" x2="{_PANEL[0]}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>')
+        parts.append(text(-8, y + 4, words, SOFT, anchor="end"))
     for tokens in sorted({x for x, _ in points}):
         words = f"{tokens // 1024}k tokens" if tokens < 1 << 20 else "1M tokens"
-        parts.append(_text(at(tokens, least)[0], _PANEL[1] + 20, words, _SOFT, anchor="middle"))
+        parts.append(text(at(tokens, least)[0], _PANEL[1] + 20, words, SOFT, anchor="middle"))
     for curve, colour, dash in ((panel.softmax, _SOFTMAX, ""), (panel.ska, _SKA, "6 4")):
         places = [at(*point) for point in curve]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -106,15 +100,8 @@ def _chart(panel: Panel) -> list[str]:
 def _key(x: float, colour: str, dash: str, words: str) -> list[str]:
     return [
         f'<path d="M{x} -4h30" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>',
-        _text(x + 38, 0, words, _INK),
+        text(x + 38, 0, words, INK),
     ]
-
-
-def _text(x: float, y: float, words: str, colour: str, *, anchor: str = "start", weight: str = "400") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}">'
-        f"{escape(words)}</text>"
-    )
 
 
 def from_record() -> str:

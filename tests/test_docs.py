@@ -6,20 +6,21 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from matrix import DECLARED, OPERATORS
 
-from benchmarks import koopman_picture, machines
+from benchmarks import fidelity_picture, koopman_picture, machines, recall_picture
 from tools import pages
 from zonal import mechanisms, nn
 from zonal.cli import presets
@@ -282,10 +283,21 @@ def test_readme_is_one_look() -> None:
     assert text.index("(docs/speed.svg)") < text.index("make demo") < text.index("make test")
 
 
-def test_the_picture_is_that_of_its_record() -> None:
-    """docs/speed.svg is what ``python -m benchmarks.koopman_picture`` draws from its record."""
-    assert koopman_picture.PICTURE.read_text(encoding="utf-8") == koopman_picture.from_record(), (
-        "docs/speed.svg is not the picture of its record: run python -m benchmarks.koopman_picture"
+def fidelity_rows() -> Any:
+    return json.loads((ROOT / "results" / "benchmarks" / "fidelity.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize(
+    ("picture", "drawn", "command"),
+    [
+        ("speed", koopman_picture.from_record, "python -m benchmarks.koopman_picture"),
+        ("recall_based", recall_picture.from_records, "python -m benchmarks.recall_picture"),
+        ("fidelity", lambda: fidelity_picture.svg(fidelity_rows()), "make bench-fidelity"),
+    ],
+)
+def test_pictures_are_those_of_their_records(picture: str, drawn: Callable[[], str], command: str) -> None:
+    assert (ROOT / "docs" / f"{picture}.svg").read_text(encoding="utf-8") == drawn(), (
+        f"docs/{picture}.svg is not the picture of its record: run {command}"
     )
 
 
