@@ -308,6 +308,17 @@ def test_a_call_compiles_without_a_break(name: str, path: str) -> None:
         assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
 
 
+@pytest.mark.parametrize("made_of", [features.Slay(), features.RandomMaclaurin(8)])
+def test_a_size_that_is_left_open_compiles_without_a_break(made_of: features.FeatureMap) -> None:
+    operator, (q, k, v) = featured(made_of)(), sample(20)
+
+    def attended(q: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True)
+
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), attended(q))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_same_bits_again(threads: int) -> None:
     before, operator = torch.get_num_threads(), operator_of("slay-learned")

@@ -63,13 +63,13 @@ class Features(Score):
 
     @property
     def kv_rows(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(_drawn(self))
+        return tuple(name for name, _ in _drawn(self, self.dim))
 
     def initial(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in _drawn(self).items() if name in self.features.learned}
+        return {name: value.clone() for name, value in _drawn(self, self.dim) if name in self.features.learned}
 
     def fixed(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in _drawn(self).items() if name not in self.features.learned}
+        return {name: value.clone() for name, value in _drawn(self, self.dim) if name not in self.features.learned}
 
     def sized(self, dim: int, heads: int) -> "Features":
         return self if self.dim is not None else replace(self, dim=dim, heads=heads)
@@ -77,8 +77,8 @@ class Features(Score):
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
         if self.seed is not None:
             return {}
-        drawn = _drawn(replace(self, seed=seed))
-        return {name: value for name, value in drawn.items() if name not in self.features.chosen}
+        drawn = _drawn(replace(self, seed=seed), self.dim)
+        return {name: value for name, value in drawn if name not in self.features.chosen}
 
     @property
     def _may_vanish(self) -> bool:
@@ -164,7 +164,7 @@ class Features(Score):
         Raises: ArgumentError for another size than that of the map, and where it has yet to see keys.
         """
         if self.dim is None:
-            params = _drawn(replace(self, dim=dim))
+            params = dict(_drawn(self, dim))
         elif self.dim != dim:
             raise ArgumentError(
                 f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and "
@@ -197,11 +197,12 @@ class Features(Score):
 
 
 @constant_kept(16)  # an operator asks several times, and landmarks take a while
-def _drawn(score: Features) -> dict[str, Tensor]:
-    if score.dim is None:
-        return {}
+def _drawn(score: Features, dim: int | None) -> tuple[tuple[str, Tensor], ...]:
+    """The initial numbers for heads of ``dim`` numbers: pairs, as torch.compile cannot read a dict that is constant."""
+    if dim is None:
+        return ()
     with concrete():
-        return score.features.start(score.dim, score.heads, seed=score.seed or 0)
+        return tuple(score.features.start(dim, score.heads, seed=score.seed or 0).items())
 
 
 __all__ = ["Features"]
