@@ -172,6 +172,27 @@ def test_local_global_takes_the_layers_without_a_window() -> None:
     assert close(torch.cat([first, last], 1), made(tokens).logits)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Lfm3Config"), reason="needs a hybrid with windows")
+def test_the_layers_without_a_window_are_counted_among_those_of_attention() -> None:
+    kinds = ["conv", "full_attention", "conv", "sliding_attention", "full_attention"]
+    sizes = SIZES | {
+        "vocab_size": 29,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_hidden_layers": len(kinds),
+    }
+    config: Any = transformers.Lfm3Config(**sizes, sliding_window=WINDOW, layer_types=kinds)
+    made, operator = transformers.Lfm3ForCausalLM(config).eval(), "local_global(window=4)"
+    with pytest.raises(ArgumentError, match=r"layers without one: layers=\[0, 2\]"):
+        hf.convert(made, operator)
+    assert [own.name for own in hf.convert(made, operator, layers=[0, 2])] == [
+        "local_global",
+        "softmax",
+        "local_global",
+    ]
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 @torch.no_grad()
 def test_the_window_of_an_encoder_reaches_to_both_sides(by_name: bool) -> None:

@@ -90,7 +90,7 @@ def check_caching(call: str, layers: Sequence[Any]) -> None:
     """Raise ArgumentError unless layers can keep memories as a cache of transformers."""
     numbers, config = [getattr(layer, "layer_idx", None) for layer in layers], layers[0].config
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    mixed = any(not kind.endswith("attention") or kind == "linear_attention" for kind in kinds)  # as in Falcon-H1
+    mixed = _attending(kinds) != list(kinds)  # as in Falcon-H1
     if mixed or numbers != list(range(len(layers))) or not is_causal(layers[0]):
         found = f"layers of the kinds {', '.join(sorted(set(kinds)))}" if mixed else f"layers {numbers}"
         raise ArgumentError(
@@ -103,6 +103,11 @@ def check_caching(call: str, layers: Sequence[Any]) -> None:
             f"{call}: cache='memory' is for layers with keys of their own, and {type(layers[0]).__name__} in layers "
             f"{sharing} reads those of earlier layers. Use cache='keys'."
         )
+
+
+def _attending(kinds: Iterable[str]) -> list[str]:
+    """The kinds of the layers of attention: those that ``convert`` counts, without convolutions and recurrences."""
+    return [kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"]
 
 
 def chosen_of(call: str, operator: Choice, layers: Layers | None, count: int) -> list[Choice]:
@@ -218,7 +223,7 @@ def _scaled(call: str, layer: Any, operator: Choice) -> Operator:
 def _others(layer: Any) -> str:
     """What to do about a layer with a sliding window, as a sentence."""
     kinds = getattr(layer.config, "layer_types", None) or ()
-    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    full = [index for index, kind in enumerate(_attending(kinds)) if kind == "full_attention"]
     if full and _model_type(layer) not in _WINDOW_OF_ALL:
         return f"Convert the layers without one: layers={full}."
     return "Choose an operator that can have a window, such as softmax."
