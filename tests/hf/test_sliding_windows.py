@@ -175,22 +175,14 @@ def test_local_global_takes_the_layers_without_a_window() -> None:
 @pytest.mark.skipif(not hasattr(transformers, "Lfm3Config"), reason="needs a hybrid with windows")
 def test_the_layers_without_a_window_are_counted_among_those_of_attention() -> None:
     kinds = ["conv", "full_attention", "conv", "sliding_attention", "full_attention"]
-    sizes = SIZES | {
-        "vocab_size": 29,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "num_hidden_layers": len(kinds),
-    }
+    words = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = SIZES | words | {"vocab_size": 29, "num_hidden_layers": len(kinds)}
     config: Any = transformers.Lfm3Config(**sizes, sliding_window=WINDOW, layer_types=kinds)
     made, operator = transformers.Lfm3ForCausalLM(config).eval(), "local_global(window=4)"
     with pytest.raises(ArgumentError, match=r"layers without one: layers=\[0, 2\]"):
         hf.convert(made, operator)
-    assert [own.name for own in hf.convert(made, operator, layers=[0, 2])] == [
-        "local_global",
-        "softmax",
-        "local_global",
-    ]
+    named = [own.name for own in hf.convert(made, operator, layers=[0, 2])]
+    assert named == ["local_global", "softmax", "local_global"]
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -229,4 +221,11 @@ def test_attention_in_chunks_is_refused() -> None:
     sizes = SIZES | {"vocab_size": 29, "intermediate_size_mlp": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
     made = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, attention_chunk_size=4))
     with pytest.raises(ArgumentError, match="attention in chunks, which operators do not have"):
+        hf.convert(made, "softmax")
+
+
+def test_learned_sinks_are_refused_by_convert() -> None:
+    sizes = SIZES | {"vocab_size": 29, "pad_token_id": 0, "num_local_experts": 2, "num_experts_per_tok": 1}
+    made = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(ArgumentError, match="GptOssAttention has a learned sink per head"):
         hf.convert(made, "softmax")

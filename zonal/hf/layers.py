@@ -174,6 +174,11 @@ def for_layer(call: str, layer: Any, operator: Choice, index: int = 0) -> Operat
             "attn_logit_softcapping=None (null in its config.json) first. Its predictions then differ a little, which "
             "training can correct."
         )
+    if getattr(layer, "sinks", None) is not None:
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} has a learned sink per head in the denominator of its softmax, which "
+            "operators do not have. Models without sinks can be converted."
+        )
     window = window_of(layer)
     check_window(call, layer, window, causal=is_causal(layer))
     bare = _scaled(call, layer, operator)
