@@ -169,9 +169,12 @@ def test_portable_switches_kernels_off_and_on_again() -> None:
 
 def test_what_is_no_program_is_refused() -> None:
     model = made("softmax")
-    for sizes in ({"batch": 0}, {"shortest": 2}, {"longest": 3}):
-        with pytest.raises(ArgumentError, match="required batch >= 1 and 3 <= shortest < longest"):
+    for sizes in ({"batch": 0}, {"shortest": 2}, {"longest": 3}, {"batch": 1.5}, {"batch": True}, {"longest": "9"}):
+        with pytest.raises(ArgumentError, match="whole numbers, batch >= 1 and 3 <= shortest < longest are required"):
             export(model, **sizes)
+    for layers in ("ska(fading=True)", "local_global(window=4)"):
+        with pytest.raises(ArgumentError, match="one program does not hold for all prompts of 3 to 4096"):
+            export(made(layers))
     encoder = TextEncoder(ModelConfig(31, DIM, "softmax", heads=4), seed=0)
     for call in (export, ModelPrefill):
         with pytest.raises(ArgumentError, match=r"a zonal\.models\.CausalLM is required, received TextEncoder"):

@@ -15,6 +15,7 @@ from zonal.nn import Block, DecodeStep, LayerMemory
 from zonal.nn.memory import Past
 from zonal.nn.step import Prefill, State, tensors_of
 from zonal.store import under
+from zonal.typed import fits
 
 SHORTEST = 3
 """The least tokens of a prompt. ``torch.export`` takes sizes 0 and 1 for constants, and SKA reads the steps from key to
@@ -116,25 +117,35 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
         shortest, longest: the least and the most tokens of a prompt. ``local_global(window=w)`` needs more than w.
 
     Raises:
-        ArgumentError: sizes are out of range, the operators wait for whole chunks, or the model is no ``CausalLM``.
-        torch._dynamo.exc.UserError: an operator whose computation depends on the number of tokens (docs/export.md).
+        ArgumentError: sizes are out of range, the operators wait for whole chunks, the model is no ``CausalLM``, or the
+            computation of an operator depends on the number of tokens (docs/export.md).
     """
-    if batch < 1 or not SHORTEST <= shortest < longest:
+    whole = all(fits(size, int) for size in (batch, shortest, longest))
+    if not whole or batch < 1 or not SHORTEST <= shortest < longest:
         raise ArgumentError(
-            f"models.export: required batch >= 1 and {SHORTEST} <= shortest < longest, received batch={batch}, "
-            f"shortest={shortest}, longest={longest}."
+            f"models.export: whole numbers, batch >= 1 and {SHORTEST} <= shortest < longest are required, "
+            f"received batch={batch!r}, shortest={shortest!r}, longest={longest!r}."
         )
     prompt = ModelPrefill(model)
     tokens = torch.zeros(batch, shortest + 1, dtype=torch.int64, device=model.embedding.weight.device)
+    from torch._dynamo.exc import UserError  # the compiler, which export loads
+
     with portable(), torch.no_grad():
         _, memory = model.prefill(tokens)
         step = ModelStep(model, memory)
         state = step.state(memory)
         shapes = ({1: Dim("tokens", min=shortest, max=longest)},)
-        return Programs(
-            torch.export.export(prompt, (tokens,), dynamic_shapes=shapes),
-            torch.export.export(step, (tokens[:, :1], state), dynamic_shapes=step.dynamic_shapes(state)),
-        )
+        try:
+            return Programs(
+                torch.export.export(prompt, (tokens,), dynamic_shapes=shapes),
+                torch.export.export(step, (tokens[:, :1], state), dynamic_shapes=step.dynamic_shapes(state)),
+            )
+        except UserError as error:
+            raise ArgumentError(
+                f"models.export: one program does not hold for all prompts of {shortest} to {longest} tokens. Give a "
+                "shortest prompt that is longer than every window of local_global, and leave out the operators that "
+                "docs/export.md lists as not exported: their computation depends on the number of tokens."
+            ) from error
 
 
 def _blocks(model: CausalLM) -> list[Block]:
