@@ -158,6 +158,7 @@ def test_a_decay_that_forgets_everything_is_what_it_is_for_attention(kind: str |
     ("changes", "words"),
     [
         ({"batch": 0}, "batch must be a whole number >= 1"),
+        ({"batch": True}, "batch must be a whole number >= 1, received True"),
         ({"key_dim": 2.0}, "key_dim must be a whole number"),
         ({"dtype": torch.int8}, "dtype must be float16"),
         ({"kind": "kyes"}, "Did you mean 'keys'"),

@@ -28,7 +28,7 @@ from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
 from zonal.names import known_names
 from zonal.store import understood
-from zonal.typed import check_tensors
+from zonal.typed import check_tensors, fits
 
 MOST_DRIFT = 0.25
 """The bound on rounding errors (``Memory.drift``) past which a memory warns."""
@@ -106,7 +106,7 @@ class Memory(Readable):
                 "by query would give other answers. Use attention on all of them."
             )
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
-            if not isinstance(value, int) or value < 1:
+            if not fits(value, int) or value < 1:
                 raise ArgumentError(f"Memory.empty: {name} must be a whole number >= 1, received {value!r}.")
         if dtype not in FLOATS:
             raise ArgumentError(f"Memory.empty: dtype must be float16, bfloat16, float32 or float64, received {dtype}.")
