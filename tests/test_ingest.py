@@ -103,8 +103,9 @@ def test_what_is_not_there_is_refused(notes, tmp_path):
         ingest.ask(archive, "?!")
     with pytest.raises(ArgumentError, match=r"an Archive is required, received str. .*Archive\.open"):
         ingest.ask(str(tmp_path / "memory"), "mill")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="least must be above 0"):
-        ingest.ask(archive, "mill", least=0)
+    for wrong in ({"least": 0}, {"least": "0.6"}, {"top": "3"}, {"candidates": 2.5}):
+        with pytest.raises(ArgumentError, match="least must be above 0"):
+            ingest.ask(archive, "mill", **wrong)
     assert len(ingest.ask(archive, "the hill, the mill", least=0.1, top=5)) == 2
 
 

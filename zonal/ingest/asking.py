@@ -12,6 +12,7 @@ from zonal.ingest import sums
 from zonal.ingest.archive import Archive
 from zonal.ingest.text import Read, bucket, words
 from zonal.memory.sums import FeatureSums
+from zonal.typed import fits
 
 CANDIDATES = 256
 LEAST = 0.6
@@ -67,10 +68,11 @@ def ask(
         raise ArgumentError(
             f"ask: an Archive is required, received {type(archive).__name__}. Read one with Archive.open(folder)."
         )
-    if not 0 < least <= 1 or candidates < 1 or top < 1:
+    numbers = fits(least, float) and fits(candidates, int) and fits(top, int)
+    if not numbers or not 0 < least <= 1 or candidates < 1 or top < 1:
         raise ArgumentError(
-            f"ask: least must be above 0 and at most 1, candidates and top at least 1, received {least}, {candidates} "
-            f"and {top}."
+            f"ask: least must be above 0 and at most 1, candidates and top whole numbers of at least 1, received "
+            f"{least!r}, {candidates!r} and {top!r}."
         )
     asked = list(dict.fromkeys(words(_ENDING.sub("", question))))
     if not asked:
