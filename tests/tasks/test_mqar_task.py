@@ -110,6 +110,8 @@ def test_the_size_of_the_demo():
         ),
         ({"seed": -1}, "seed must lie in"),
         ({"train_examples": 0}, "at least 1 example"),
+        ({"length": 64.0}, r"whole numbers are required, got .*64\.0"),
+        ({"passes": "2"}, "whole numbers are required"),
     ],
 )
 def test_bad_arguments(arguments, words):

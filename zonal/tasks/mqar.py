@@ -24,6 +24,7 @@ from zonal.data import permuted
 from zonal.errors import ArgumentError
 from zonal.names import known_names
 from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch
+from zonal.typed import fits
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
@@ -61,6 +62,8 @@ def _check(
         if not holds:
             raise ArgumentError(f"{call}: {required} required, got {got}.")
 
+    numbers = (num_examples, num_kv_pairs, num_passes, input_seq_len, vocab_size)
+    require(all(fits(number, int) for number in numbers), "whole numbers are", ", ".join(map(repr, numbers)))
     require(num_examples >= 1, "at least 1 example is", f"{num_examples}")
     require(num_kv_pairs >= 1, "at least 1 key-value pair is", f"{num_kv_pairs}")
     require(num_passes >= 1, "at least 1 pass over the pairs is", f"{num_passes}")
