@@ -83,6 +83,7 @@ def test_merging_reaches_every_parameter(operator):
     [
         (lambda: encoder(merge=MergeSchedule((0.5,))), "one rate per layer is required, 2 of them, received 1"),
         (lambda: encoder()(tokens(), merge=MergeSchedule((0.5,) * 3)), "2 of them, received 3"),
+        (lambda: encoder()(tokens(), merge=(0.0, 0.5)), "merge must be a MergeSchedule or None, received"),
         (
             lambda: encoder("ridge*2", merge=MergeSchedule((0.0, 0.5)))(tokens()),
             "mass is defined for the anchors Row, Count and Raw",

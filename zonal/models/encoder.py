@@ -143,7 +143,13 @@ class Encoder(nn.Module):
         yield state.holding(self.norm(state.x))
 
     def _check_schedule(self, schedule: MergeSchedule | None) -> None:
-        if schedule is not None and len(schedule.rates) != len(self.blocks):
+        if schedule is None:
+            return
+        if not isinstance(schedule, MergeSchedule):
+            raise ArgumentError(
+                f"Encoder: merge must be a MergeSchedule or None, received {schedule!r}. Pass MergeSchedule(rates)."
+            )
+        if len(schedule.rates) != len(self.blocks):
             raise ArgumentError(
                 f"Encoder: a schedule with one rate per layer is required, {len(self.blocks)} of them, received "
                 f"{len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one."
