@@ -84,7 +84,7 @@ def test_stack_steps_as_each_alone(name: str, padded: bool) -> None:
 def test_unbind_undoes_stack(name: str) -> None:
     op = operator(name)
     users = [alone(op, count, 60 + count) for count in (8, 4, 16)]
-    again = Memory.stack(Memory.stack(users).unbind())
+    again = Memory.stack(user for user in Memory.stack(users).unbind())  # any iterable
     q = draw(3, KV, 2, DIM, seed=8)
     assert torch.equal(again.read(q), Memory.stack(users).read(q))
 

@@ -349,7 +349,7 @@ def test_users_are_stacked_step_once_and_part(name: str) -> None:
     prompts = [text(n, n) for n in (9, 3, 14)]
     users = [model.prefill(prompt)[1] for prompt in prompts]
     tokens = text(1, 7, batch=3)
-    stacked = ModelMemory.stack(users)
+    stacked = ModelMemory.stack(iter(users))
     logits, after = model.step(tokens, stacked)
     for i, (prompt, one) in enumerate(zip(prompts, after.unbind(), strict=True)):
         whole = torch.cat([prompt, tokens[i : i + 1]], 1)

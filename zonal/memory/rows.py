@@ -3,7 +3,7 @@ unbound.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -53,14 +53,14 @@ class Batched(Spanned):
         return both.picked(order)
 
     @staticmethod
-    def stack(memories: "Sequence[AnyMemory]") -> "AnyMemory":
+    def stack(memories: "Iterable[AnyMemory]") -> "AnyMemory":
         """One memory of the sequences of several, one after another. Those that hold fewer tokens get padding before
         their first.
 
         Raises: ArgumentError for unlike memories, for spans that are not the same in all, and for chunks that do not
         end together.
         """
-        return concatenated("stack", memories)
+        return concatenated("stack", tuple(memories))
 
     def unbind(self) -> tuple[Self, ...]:
         """A memory for each sequence, without the padding that ``stack`` gave it."""

@@ -99,12 +99,13 @@ class ModelMemory:
         return self._with(mine.scatter(index, theirs) for mine, theirs in zip(self.layers, other.layers, strict=True))
 
     @staticmethod
-    def stack(memories: "Sequence[ModelMemory]") -> "ModelMemory":
+    def stack(memories: "Iterable[ModelMemory]") -> "ModelMemory":
         """One memory of the sequences of several memories, of equal length or not, to serve several users together.
 
         Raises:
             ArgumentError: there is no memory, or they belong to different models.
         """
+        memories = tuple(memories)
         if not memories:
             raise ArgumentError("ModelMemory.stack: at least one memory is required.")
         for other in memories[1:]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,8 +242,9 @@ class LayerMemory:
         return dataclasses.replace(found, others=tuple(mine.scatter(index, theirs) for mine, theirs in both))
 
     @staticmethod
-    def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
+    def stack(memories: "Iterable[LayerMemory]") -> "LayerMemory":
         """One memory of the sequences of several, one after another; see ``Memory.stack``."""
+        memories = tuple(memories)
         _check_memories("stack", memories)
         if not memories or any(memory.memory.operator is not memories[0].memory.operator for memory in memories):
             raise ArgumentError(
