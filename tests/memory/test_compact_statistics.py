@@ -96,7 +96,7 @@ def test_models_and_files(tmp_path: Path) -> None:
     assert isinstance(again, CompactStatistics)
     assert torch.equal(again.factor, filled.memory.factor)
     assert "compact" not in m.ska(power=1).config()["anchor"]  # files of before, and for before, stay as they are
-    with pytest.raises(ArgumentError, match="both memories must be of one kind"):
+    with pytest.raises(ArgumentError, match="memories must be of one kind"):
         again.merge(Memory.empty(m.ska(power=1), 1, 2, 8, 8))
 
 

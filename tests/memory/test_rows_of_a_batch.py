@@ -323,3 +323,9 @@ def test_drift_of_long_streams_in_single_precision(name: str, tokens: int, size:
     assert stream.drift == {"squared_affine": 1, "retention": 4}[name] * (tokens + 8) * 2**-24
     assert Memory.empty(m.softmax(), 1, 1, 3, 3).drift == 0.0
     assert Memory.empty(m.ridge(), 1, 1, 3, 3).drift == 8 * 2**-53
+
+
+def test_unlike_memories_are_refused_without_counting_them() -> None:
+    one, other = (Memory.empty("softmax", 1, 2, 4, size) for size in (4, 5))
+    with pytest.raises(ArgumentError, match=r"Memory\.stack: memories must have one form but for the batch"):
+        Memory.stack([one, one, other])

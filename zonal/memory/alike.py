@@ -70,7 +70,7 @@ def check_draws(call: str, a: Operator, b: Operator) -> None:
     """
     if same_declaration(a, b) and (unlike := unlike_draws(a, b)):
         raise ArgumentError(
-            f"{call}: both operators are declared as {a.name!r}, but their drawn numbers differ "
+            f"{call}: two operators are declared as {a.name!r}, but their drawn numbers differ "
             f"({', '.join(unlike)}); each layer draws its own. "
             "Use memories of one layer, or absorb the tokens again into Memory.empty of its operator."
         )

@@ -154,19 +154,19 @@ def check_alike(verb: str, first: Any, other: Any, *, free_batch: bool) -> None:
     """Raise ArgumentError unless two memories are of one kind, form and operator. free_batch: of any number of rows."""
     if type(other) is not type(first):
         raise ArgumentError(
-            f"Memory.{verb}: both memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make both "
+            f"Memory.{verb}: memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make them "
             "with the same kind in Memory.empty."
         )
     if other.form != (first.form._replace(batch=other.form.batch) if free_batch else first.form):
         raise ArgumentError(
-            f"Memory.{verb}: both memories must have one form{' but for the batch' if free_batch else ''}, received "
+            f"Memory.{verb}: memories must have one form{' but for the batch' if free_batch else ''}, received "
             f"{first.form.shown()} and {other.form.shown()}."
             f"{'' if free_batch else ' Gather the rows that belong together, or absorb the tokens again.'}"
         )
     check_draws(f"Memory.{verb}", first.operator, other.operator)
     if not first.of_operator(other.operator):
         raise ArgumentError(
-            f"Memory.{verb}: both memories must belong to one operator, received "
+            f"Memory.{verb}: memories must belong to one operator, received "
             f"{apart(first.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
         )
 

@@ -154,7 +154,7 @@ class ModelMemory:
             )
         if len(other.layers) != len(self.layers) or (self.origin and other.origin and self.origin != other.origin):
             raise ArgumentError(
-                f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read both "
+                f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read all "
                 "texts with the same weights (prefill)."
             )
 
