@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zonal.errors import ArgumentError
-from zonal.nn import ShortConvolution
+from zonal.nn import Attention, ShortConvolution
 
 
 def by_hand(x, weight):
@@ -137,3 +137,16 @@ def test_non_finite_padding_does_not_leak():
 def test_bad_input_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(ShortConvolution(5, 3))
+
+
+@pytest.mark.parametrize("operator", ["softmax", "linear"])
+@torch.no_grad()
+def test_a_row_that_is_only_padding_keeps_its_tail_in_a_merge(operator: str) -> None:
+    layer = Attention(12, 2, operator, rotary=True, conv=3).double()
+    first, second, next_token = (torch.randn(2, length, 12, dtype=torch.float64) for length in (5, 6, 1))
+    real = torch.tensor([[True], [False]]).expand(2, 6)
+    start = layer(first, return_memory=True)[1]
+    read = layer(second, key_padding_mask=real, return_memory=True)[1]
+    merged = start.merge(read, span="second")
+    for memory in (merged, merged.merge(read, span="third").forget("third")):
+        torch.testing.assert_close(layer(next_token, memory=memory)[0][1], layer(next_token, memory=start)[0][1])

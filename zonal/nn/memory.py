@@ -15,7 +15,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
 from zonal.memory.alike import digests_of_draws, same_declaration, unlike_digests
 from zonal.memory.form import ENDLESS
-from zonal.memory.rows import checked_index
+from zonal.memory.rows import check_alike, checked_index
 
 _KIND = "layer memories"
 
@@ -217,6 +217,10 @@ class LayerMemory:
                 f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which texts that "
                 "were read apart do not have in common. Read the second text from the first one's memory."
             )
+        check_alike("merge", self.memory, other.memory, free_batch=False)
+        if self.tail is not None and other.tail is not None:  # a row that is only padding goes on from this one's tail
+            read = (other.reached() > 0)[:, None, None]
+            other = dataclasses.replace(other, tail=torch.where(read, other.tail, self.tail))
         memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
         last = other if other.memory.count else self
         others = tuple(mine.merge(theirs, span=span) for mine, theirs in zip(self.others, other.others, strict=True))
