@@ -429,3 +429,9 @@ def of_other_sizes(layer: MesaNet) -> None:
 def test_bad_input_is_refused_by_name(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("floor", [1e-3, 0.25, 1000.0])
+def test_the_ridge_of_mesanet_starts_at_one_or_twice_its_floor(floor: float) -> None:
+    start = torch.full((3, 64), max(1.0, 2 * floor))
+    torch.testing.assert_close(MesaNet(12, head_dim=4, ridge_floor=floor).ridge().detach(), start)

@@ -79,8 +79,8 @@ class MesaNet(FastWeights):
     def _reset_gates(self, draws: Draws) -> None:
         nn.init.constant_(self.forget_bias, self.forget_start)
         nn.init.zeros_(self.write_bias)
-        # softplus⁻¹
-        nn.init.constant_(self.raw_ridge, math.log(math.expm1(max(1 - self.ridge_floor, self.ridge_floor))))
+        start = max(1 - self.ridge_floor, self.ridge_floor)
+        nn.init.constant_(self.raw_ridge, start + math.log(-math.expm1(-start)))  # softplus⁻¹
 
     def ridge(self) -> Tensor:
         """Λ (H, N), in float32 or better."""
