@@ -19,6 +19,11 @@ def test_spread_agrees_with_scipy(n):
     assert (got.low, got.high) == (pytest.approx(low), pytest.approx(high))
 
 
+def test_losses_of_a_run_that_diverged_have_a_spread():
+    got = spread([1e200, 3e200])
+    assert (got.mean, got.deviation) == (2e200, pytest.approx(math.sqrt(2) * 1e200))
+
+
 def test_one_value_has_no_spread():
     got = spread([2.5])
     assert (got.mean, got.deviation, got.low, got.high) == (2.5, None, None, None)

@@ -68,7 +68,7 @@ def spread(values: Sequence[float], *, level: float = 0.95) -> Spread:
     mean = math.fsum(numbers) / n
     if n == 1:
         return Spread(1, mean, None, mean, mean, None, None)
-    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1))
+    deviation = math.hypot(*(number - mean for number in numbers)) / math.sqrt(n - 1)
     half = float(stdtrit(n - 1, 0.5 + level / 2)) * deviation / math.sqrt(n)
     return Spread(n, mean, deviation, min(numbers), max(numbers), mean - half, mean + half)
 
