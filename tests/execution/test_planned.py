@@ -1,6 +1,8 @@
 """``zonal.plan``: a plan runs what it was made for, reads what was learned at each call, and refuses anything else."""
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -196,6 +198,16 @@ def test_it_says_what_explain_says() -> None:
     plan, (q, k, _) = made("sko")
     assert str(plan) == str(zonal.explain("sko", q.shape, k.shape, causal=True))
     assert plan.path in repr(plan)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_a_plan_that_has_run_and_been_printed_is_copied_and_pickled(spec: str) -> None:
+    plan, tensors = made(spec)
+    y, text = plan(*tensors), str(plan)
+    for other in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert (str(other), other.operator is plan.operator) == (text, False)
+        assert torch.equal(other(*tensors), y)
 
 
 # torch's tracer warns of itself where it meets an autograd function

@@ -372,6 +372,9 @@ class Plan:
         self._kernel: _Kernel | None = None
         self._devices = devices_of(operator)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kernel": None}  # a copy prepares its own
+
     @property
     def path(self) -> str:
         return self.explanation.path

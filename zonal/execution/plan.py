@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ class Choice:
             for e in self.estimates[1:]
             if e.peak_bytes > self.available
         }
-        return MappingProxyType({**self.found.refused, **large})
+        return {**self.found.refused, **large}
 
 
 def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, available: int | None = None) -> Choice:

@@ -70,6 +70,9 @@ class Route:
     def __str__(self) -> str:
         return f"{self.path}, {self.name}"
 
+    def __reduce__(self) -> tuple[Callable[[str, str], "Route"], tuple[str, str]]:
+        return route_of, (self.path, self.name)  # pickle and copy find it in the table
+
 
 # -- what keeps a path from a call -----------------------------------------------------------------
 
@@ -228,6 +231,11 @@ ROUTES: tuple[Route, ...] = (
     Route("sparse", "torch", _never, work.candidates, _whole(sparse.by_torch), _TORCH),
 )  # fmt: skip
 """Every implementation; of one path the first that does not refuse comes first where estimates are equal."""
+
+
+def route_of(path: str, name: str) -> Route:
+    """The route of a path that has this name."""
+    return next(route for route in ROUTES if (route.path, route.name) == (path, name))
 
 
 class Asked(NamedTuple):
