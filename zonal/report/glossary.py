@@ -54,8 +54,8 @@ HOW_TO_READ = (
     ),
     (
         "Tokens a second",
-        "training tokens per second of training time on the machine named below, without evaluation; "
-        "× is the ratio to softmax.",
+        "training tokens per second of training time on the machine named below, without evaluation; × is "
+        "the ratio to softmax. Other work on the machine slows a run, and is not recorded.",
     ),
     ("Peak memory", "the parameters plus the largest growth of memory while training."),
     (
