@@ -11,6 +11,7 @@ import sys
 import traceback
 
 import kernels.called  # noqa: F401
+import torch._dynamo  # noqa: F401  what the first call of an operator imports
 
 
 def run(arguments: list[str], files: list[str]) -> int:
