@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import json
 import shlex
@@ -20,6 +21,12 @@ def options(words, command=compare):
     split = shlex.split(words)
     kind = command.Compare if command is compare else command.Train
     return parse_options(kind, "zonal x", "", split, command.defaults(split))
+
+
+@functools.cache
+def whole(name):
+    """The comparison that a preset stands for."""
+    return compare.specification(options(f"--preset {name}"), f"zonal compare --preset {name}")
 
 
 # these need files that do not come with the package
@@ -58,7 +65,7 @@ EXPANDED = {
 def test_presets_stay_what_they_are(name):
     """A folder of runs goes on only with the settings it was begun with."""
     split = ["--preset", name]
-    spec = compare.specification(options(f"--preset {name}"), f"zonal compare --preset {name}")
+    spec = whole(name)
     first = parse_options(train.Train, "zonal x", "", split, train.defaults(split))
     settings = {key: value for key, value in spec.to_dict().items() if key != "task_description"}
     value = {"spec": settings, "train": [first.operator, first.learning_rate, first.seed]}
@@ -67,14 +74,14 @@ def test_presets_stay_what_they_are(name):
 
 @pytest.mark.parametrize("name", HERE)
 def test_one_model_is_trained_in_the_shape_in_which_it_is_compared(name):
-    spec = compare.specification(options(f"--preset {name}"), "")
+    spec = whole(name)
     for operator in {*spec.operators[:2], *spec.shapes}:  # with the preset's shape, and with shapes of their own
         alone = options(f"--preset {name} --operator {shlex.quote(operator.strip('[]'))}", train)
         assert train.model_of(alone, spec.task, "") == spec.model_for(operator)
 
 
 def test_other_spaces_and_quotation_marks_are_the_same_model():
-    spec = compare.specification(options("--preset text-contest"), "")
+    spec = whole("text-contest")
     for operator, label in zip(spec.operators, spec.labels, strict=True):
         other = operator.replace("'", '"').replace(", ", " ,")
         again = compare.specification(options(f"--preset text-contest --operators {shlex.quote(other)}"), "")
@@ -104,8 +111,8 @@ def test_what_is_given_goes_before_the_shape_of_a_model(given, found):
 
 
 def test_models_of_a_preset_go_by_their_names():
-    whole = compare.specification(options("--preset text-contest"), "")
-    for operator, label in zip(whole.operators, whole.labels, strict=True):
+    contest = whole("text-contest")
+    for operator, label in zip(contest.operators, contest.labels, strict=True):
         quoted = shlex.quote(f'yat,"{label}"')
         spec = compare.specification(options(f"--preset text-contest --operators {quoted}"), "")
         assert (spec.operators, spec.labels) == (("yat", operator), ("Yat", label))
