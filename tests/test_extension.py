@@ -1,4 +1,6 @@
-"""Adding to the library: a mechanism takes three files, a link two, a task two. A copy is run with all of them."""
+"""Adding to the library: a mechanism takes three files, a link, a task and a route two each. A copy is run with all of
+them.
+"""
 
 import os
 import shutil
@@ -88,7 +90,56 @@ for name in ("bell", "bump"):
             torch.testing.assert_close(a, b)
 assert "echoed" in tasks.names() and tasks.resolve("echoed").train_batch(0, 2, 0).tokens.shape[0] == 2
 assert main(["explain", "--operator", "bell", "--shape", "1,2,64,16"]) == 0
-print("good")
+"""
+ROUTE = '''"""Row attention by torch's own function, for plain dot products without masks."""
+
+import torch
+
+from zonal.execution.call import Call
+from zonal.execution.shape import Shape
+from zonal.execution.work import Work, compiled_tiles
+
+
+def refusal(call: Call) -> str | None:
+    """Why it cannot run a call, or None."""
+    plain = call.tags.reduction == "row" and call.tags.log_space and call.tags.bilinear and not call.biased
+    if not plain or call.visibility.key_mask is not None or call.window is not None or call.visibility.packed:
+        return "it is for softmax of dot products without masks; use another route"
+    return None
+
+
+def work(s: Shape) -> Work:
+    """What it does."""
+    return compiled_tiles(s)._replace(launches=1)
+
+
+def run(call: Call) -> torch.Tensor:
+    """y (B, H, T, P)."""
+    seen = call.visibility.tile(0, call.q.shape[2], 0, call.k.shape[2], call.q.device)
+    k, v = call.expand(call.k), call.expand(call.v)
+    y = torch.nn.functional.scaled_dot_product_attention(call.q, k, v, attn_mask=seen, scale=1.0)
+    return call.scaled(y)
+'''
+ROW = '    Route("tiled", "torch fused", fused.refusal, fused.work, _whole(fused.run), 10 * _TORCH, "sums"),\n'
+ROUTE_SUITE = """
+from zonal.execution.routes import ROUTES
+
+route = next(route for route in ROUTES if route.name == "torch fused")
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 4, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+for causal in (False, True):
+    page = zonal.explain("softmax", q.shape, causal=causal, dtype=torch.float64)
+    assert "torch fused" in str(page), page  # explain lists it
+    assert page.plan.routes[0] is route, page  # the planner takes it
+    plan = zonal.plan("softmax", q.shape, causal=causal, dtype=torch.float64, gradients=True)
+    expected = zonal.attention(q, k, v, "softmax", causal=causal, path="dense")
+    for y in (plan(q, k, v), zonal.attention(q, k, v, "softmax", causal=causal)):
+        torch.testing.assert_close(y, expected)
+        wanted = torch.autograd.grad(expected.sum(), [q, k, v], retain_graph=True)
+        for a, b in zip(torch.autograd.grad(y.sum(), [q, k, v]), wanted):
+            torch.testing.assert_close(a, b)
+assert zonal.explain("sko", q.shape, dtype=torch.float64).plan.routes[0] is not route  # it is refused with its reason
+assert "without masks" in str(zonal.explain("sko", q.shape, dtype=torch.float64).plan.found.without)
 """
 
 
@@ -109,7 +160,7 @@ def put_in(root: Path, path: str, *edits: tuple[str, str]) -> str:
     return path
 
 
-def test_a_mechanism_a_link_and_a_task(tmp_path: Path) -> None:
+def test_a_mechanism_a_link_a_task_and_a_route(tmp_path: Path) -> None:
     for folder in ("zonal", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder)  # with the bytecode, which takes seconds to make again
     (tmp_path / "docs" / "mechanisms").mkdir(parents=True)
@@ -141,8 +192,18 @@ def test_a_mechanism_a_link_and_a_task(tmp_path: Path) -> None:
         ),
     }
     assert len(task) == 2
+    route = {
+        put(tmp_path, "zonal/execution/paths/fused.py", ROUTE),
+        put_in(
+            tmp_path,
+            "zonal/execution/routes.py",
+            ('    Route("tiled", "torch", ', ROW),
+            ("    distance,\n", "    fused,\n"),
+        ),
+    }
+    assert len(route) == 2
     done = subprocess.run(
-        [sys.executable, "-c", SUITE],
+        [sys.executable, "-c", f"{SUITE}{ROUTE_SUITE}print('good')"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'tests'}"},
         capture_output=True,
