@@ -316,7 +316,7 @@ def test_a_size_that_is_left_open_compiles_without_a_break(made_of: features.Fea
         return zonal.attention(q, k, v, operator, causal=True)
 
     compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q), attended(q))
+    torch.testing.assert_close(compiled(q), attended(q), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
