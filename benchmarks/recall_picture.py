@@ -21,11 +21,10 @@ PICTURE = ROOT / "docs" / "recall_based.svg"
 # pairs, tokens, and what training had of such texts
 CHARTS = ((64, 256, "the largest that was trained"), (128, 512, "longer than anything trained"))
 
-_WIDTH, _HEIGHT = 900, 350
-_PANEL = (360, 230)  # of the axes, in pixels
+_WIDTH, _TOP, _PANEL = 900, 62, (360, 230)  # in pixels; the last of the axes
 _TICKS = {1e4: "10 kB", 1e5: "100 kB", 1e6: "1 MB"}
-_LOW, _HIGH = 3e3, 2e6
-_ROW, _NAME = 15, 130  # height and length of a name, in pixels
+_LOW, _HIGH = 8e3, 2e6
+_COLUMNS, _ROW = 3, 24  # of the names
 
 
 class Point(NamedTuple):
@@ -56,41 +55,47 @@ def points(folder: Path) -> list[Point]:
 
 
 def svg(found: Sequence[Point]) -> str:
-    """The picture as one SVG."""
+    """The picture as one SVG: points are numbered, from the operator that recalls the most of all."""
+    found = sorted(found, key=lambda point: -sum(point.recalled.values()))
     looks = style.looks([point.operator for point in found])
-    parts = head(_WIDTH, _HEIGHT, "Pairs recalled against the memory that a model keeps")
+    colours = [looks[point.operator].light for point in found]
+    names = _TOP + _PANEL[1] + 76
+    height = names + math.ceil(len(found) / _COLUMNS) * _ROW
+    parts = head(_WIDTH, height, "Pairs recalled against the memory that a model keeps")
     for index, (pairs, tokens, about) in enumerate(CHARTS):
-        parts.append(f'<g transform="translate({58 + index * 440} 62)">')
+        shares = [point.recalled[str(pairs)] for point in found]
+        parts.append(f'<g transform="translate({58 + index * 440} {_TOP})">')
         parts += [
             text(-40, -38, f"Recalled of {pairs} pairs in {tokens} tokens", weight="600"),
             text(-40, -20, about, SOFT),
-            *_chart([(point, point.recalled[str(pairs)], looks[point.operator].light) for point in found]),
-            "</g>",
+            *_axes(),
         ]
+        for number, (point, share, colour) in enumerate(zip(found, shares, colours, strict=True), 1):
+            parts += _disk(number, _across(point.size), _PANEL[1] * (1 - share), colour)
+        parts.append("</g>")
+    for number, (point, colour) in enumerate(zip(found, colours, strict=True), 1):
+        x, y = 27 + (number - 1) % _COLUMNS * 300, names + (number - 1) // _COLUMNS * _ROW
+        parts += [*_disk(number, x, y - 4, colour), text(x + 16, y, point.label)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _chart(found: Sequence[tuple[Point, float, str]]) -> list[str]:
-    """One chart of operators, what they recalled, and their colours."""
+def _axes() -> list[str]:
     wide, high = _PANEL
     parts: list[str] = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = high * (1 - share)
         parts.append(f'<line x1="0" x2="{wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>')
-        parts.append(text(-8, y + 4, f"{share:g}", SOFT, anchor="end"))
+        parts.append(text(-12, y + 4, f"{share:g}", SOFT, anchor="end"))
     for size, words in _TICKS.items():
-        parts.append(text(_across(size), high + 20, words, SOFT, anchor="middle"))
-    parts.append(text(wide / 2, high + 42, "memory of a sequence of 1,024 tokens", SOFT, anchor="middle"))
-    places = [(_across(point.size), high * (1 - share)) for point, share, _ in found]
-    free = {True: -math.inf, False: -math.inf}  # the first height at which a name on this side hides no other
-    for (point, _, colour), (x, y) in sorted(zip(found, places, strict=True), key=lambda each: each[1][1]):
-        crowded = any(x < other <= x + _NAME and abs(y - at) < _ROW for other, at in places)
-        left = x > wide - _NAME or (crowded and x > 0.85 * _NAME)
-        row = max(y, free[left])
-        free[left] = row + _ROW
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
-        parts.append(text(x + (-9 if left else 9), row + 4, point.label, colour, anchor="end" if left else "start"))
-    return parts
+        parts.append(text(_across(size), high + 26, words, SOFT, anchor="middle"))
+    return [*parts, text(wide / 2, high + 46, "memory of a sequence of 1,024 tokens", SOFT, anchor="middle")]
+
+
+def _disk(number: int, x: float, y: float, colour: str) -> list[str]:
+    return [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8.5" fill="{colour}" stroke="#ffffff"/>',
+        text(x, y + 4, str(number), "#ffffff", anchor="middle", weight="600", size=11),
+    ]
 
 
 def _across(size: float) -> float:
