@@ -1,13 +1,11 @@
 """Triton in processes of its own, and what several workers of one test run share of their answers."""
 
-import atexit
 import fcntl
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,52 +21,20 @@ no_device = pytest.mark.skipif(
 )
 
 
-def surroundings(interpret: bool) -> dict[str, str]:
-    """Environment variables of a process with Triton."""
-    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "TRITON_INTERPRET": str(int(interpret)),
-        "TRITON_DEFAULT_FP_FUSION": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
-
-
 def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own: whether triton interprets is settled when it is imported.
-
-    cache: a folder for what is compiled and, where Triton interprets, for what is written.
-    """
-    if interpret:
-        return warm().run(arguments, cache)
+    """Run Python in a process of its own: whether triton interprets is settled when it is imported."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1" if interpret else "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])]
+    )
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=surroundings(False) | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True, text=True, timeout=850,
-    )  # fmt: skip
-
-
-class Warm:
-    """The process of ``warm.py``, with Triton's interpreter. It ends with this one."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("warm.py"))], cwd=ROOT, env=surroundings(True),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        atexit.register(self.process.communicate)
-
-    def run(self, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        folder.mkdir(exist_ok=True)
-        files = [folder / name for name in ("out", "errors")]
-        self.process.stdin.write(json.dumps([arguments, [str(file) for file in files]]) + "\n")
-        self.process.stdin.flush()
-        status = int(self.process.stdout.readline())
-        return subprocess.CompletedProcess(arguments, status, *(file.read_text(encoding="utf-8") for file in files))
-
-
-warm = functools.cache(Warm)
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
 
 
 def asked(request: pytest.FixtureRequest, test: str) -> list[str]:
@@ -84,16 +50,16 @@ def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *opti
     """What is wrong with each case that a script of this folder runs, None if nothing is.
 
     On a device most of the time is the compiler's: half of the cores compile. Without one, many cases are two parts, so
-    that a second worker that needs the answers takes the part that nobody works on.
+    that a second worker that needs the answers takes the part that nobody works on. Each part is a process, whose start
+    costs as much as a few cases.
     """
     count = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1 + (len(names) > _MANY)
     cache = factory.mktemp("triton")
 
     def part(index: int) -> list[dict]:
         done = python(
-            str(ROOT / "tests" / "kernels" / script), *options, *names[index::count], interpret=not CUDA,
-            cache=cache if CUDA else factory.mktemp("triton"),
-        )  # fmt: skip
+            str(ROOT / "tests" / "kernels" / script), *options, *names[index::count], interpret=not CUDA, cache=cache
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads(line) for line in done.stdout.splitlines()]
 
