@@ -106,6 +106,7 @@ def test_what_is_not_there_is_refused(notes, tmp_path):
     for wrong in ({"least": 0}, {"least": "0.6"}, {"top": "3"}, {"candidates": 2.5}):
         with pytest.raises(ArgumentError, match="least must be above 0"):
             ingest.ask(archive, "mill", **wrong)
+    assert ingest.ask(archive, "mill", top=np.int64(3), least=np.float32(0.6)) == ingest.ask(archive, "mill", top=3)
     assert len(ingest.ask(archive, "the hill, the mill", least=0.1, top=5)) == 2
 
 

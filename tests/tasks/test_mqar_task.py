@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +118,11 @@ def test_the_size_of_the_demo():
 def test_bad_arguments(arguments, words):
     with pytest.raises(ArgumentError, match=words):
         MQAR(200, **arguments)
+
+
+def test_numbers_of_numpy_are_sizes():
+    made, plain = MQAR(200, length=np.int64(32), pairs=np.int64(2)), MQAR(200, length=32, pairs=2)
+    assert torch.equal(made.train_batch(0, 4, 0).tokens, plain.train_batch(0, 4, 0).tokens)
 
 
 @pytest.mark.parametrize(("step", "size", "seed"), [(-1, 4, 0), (0, 0, 0), (0, 4, -1)])

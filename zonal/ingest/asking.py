@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from zonal.ingest import sums
 from zonal.ingest.archive import Archive
 from zonal.ingest.text import Read, bucket, words
 from zonal.memory.sums import FeatureSums
-from zonal.typed import fits
 
 CANDIDATES = 256
 LEAST = 0.6
@@ -68,7 +68,7 @@ def ask(
         raise ArgumentError(
             f"ask: an Archive is required, received {type(archive).__name__}. Read one with Archive.open(folder)."
         )
-    numbers = fits(least, float) and fits(candidates, int) and fits(top, int)
+    numbers = isinstance(least, Real) and isinstance(candidates, Integral) and isinstance(top, Integral)
     if not numbers or not 0 < least <= 1 or candidates < 1 or top < 1:
         raise ArgumentError(
             f"ask: least must be above 0 and at most 1, candidates and top whole numbers of at least 1, received "

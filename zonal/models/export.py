@@ -1,6 +1,7 @@
 """A causal language model as two functions of tensors, and as programs of ``torch.export``."""
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from zonal.nn import Block, DecodeStep, LayerMemory
 from zonal.nn.memory import Past
 from zonal.nn.step import Prefill, State, tensors_of
 from zonal.store import under
-from zonal.typed import fits
 
 SHORTEST = 3
 """The least tokens of a prompt. ``torch.export`` takes sizes 0 and 1 for constants, and SKA reads the steps from key to
@@ -120,7 +120,7 @@ def export(model: CausalLM, *, batch: int = 1, shortest: int = SHORTEST, longest
         ArgumentError: sizes are out of range, the operators wait for whole chunks, the model is no ``CausalLM``, or the
             computation of an operator depends on the number of tokens (docs/export.md).
     """
-    whole = all(fits(size, int) for size in (batch, shortest, longest))
+    whole = all(isinstance(size, Integral) for size in (batch, shortest, longest))
     if not whole or batch < 1 or not SHORTEST <= shortest < longest:
         raise ArgumentError(
             f"models.export: whole numbers, batch >= 1 and {SHORTEST} <= shortest < longest are required, "

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from zonal.data import permuted
 from zonal.errors import ArgumentError
 from zonal.names import known_names
 from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch
-from zonal.typed import fits
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
@@ -63,7 +63,7 @@ def _check(
             raise ArgumentError(f"{call}: {required} required, got {got}.")
 
     numbers = (num_examples, num_kv_pairs, num_passes, input_seq_len, vocab_size)
-    require(all(fits(number, int) for number in numbers), "whole numbers are", ", ".join(map(repr, numbers)))
+    require(all(isinstance(number, Integral) for number in numbers), "whole numbers are", ", ".join(map(repr, numbers)))
     require(num_examples >= 1, "at least 1 example is", f"{num_examples}")
     require(num_kv_pairs >= 1, "at least 1 key-value pair is", f"{num_kv_pairs}")
     require(num_passes >= 1, "at least 1 pass over the pairs is", f"{num_passes}")
