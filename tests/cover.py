@@ -1,16 +1,12 @@
-"""The fast tier: of a test with many cases, those in which each value of each parameter occurs twice."""
+"""The fast tier: of a test with many cases, those in which each value of each parameter occurs."""
 
 import random
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import pytest
 
 WHOLE = 8
 """A test with at most this many cases is run whole."""
-
-TIMES = 2
-"""How often each value of each parameter occurs in the cover of a larger test."""
 
 
 def features(item: pytest.Item) -> frozenset[tuple[str, Hashable]]:
@@ -25,15 +21,12 @@ def features(item: pytest.Item) -> frozenset[tuple[str, Hashable]]:
     return frozenset(found)
 
 
-def cover(rows: Sequence[frozenset[tuple[str, Hashable]]], times: int = TIMES) -> set[int]:
-    """Indices of rows in which each value of all rows occurs at least ``times`` times, or in all rows that have it.
-
-    The same rows give the same indices. A row whose value occurs in few rows is always among them.
-    """
-    met: Counter[tuple[str, Hashable]] = Counter()
+def cover(rows: Sequence[frozenset[tuple[str, Hashable]]]) -> set[int]:
+    """Indices of rows in which each value of all rows occurs. The same rows give the same indices."""
+    met: set[tuple[str, Hashable]] = set()
     found = set()
     for index in random.Random(0).sample(range(len(rows)), len(rows)):
-        if any(met[feature] < times for feature in rows[index]):
-            met.update(rows[index])
+        if not rows[index] <= met:
+            met |= rows[index]
             found.add(index)
     return found

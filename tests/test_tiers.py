@@ -4,23 +4,21 @@ import re
 from pathlib import Path
 
 import pytest
-from cover import TIMES, cover
+from cover import cover
 from tiers import CHOSEN, SLOW
 
 TESTS = Path(__file__).parent
 
 
 def test_every_value_is_met() -> None:
-    """A few times each, or as often as there is; and in far fewer rows than there are."""
+    """And in far fewer rows than there are."""
     rows = [
         frozenset((("operator", a), ("input", b), ("type", c))) for a in range(40) for b in range(20) for c in range(2)
     ]
     rows.append(frozenset((("operator", "alone"), ("input", 0), ("type", 0))))
     found = cover(rows)
-    assert len(rows) - 1 in found
-    for value in {value for row in rows for value in row}:
-        assert sum(value in rows[index] for index in found) >= min(TIMES, sum(value in row for row in rows))
-    assert len(found) < len(rows) / 5
+    assert {value for index in found for value in rows[index]} == {value for row in rows for value in row}
+    assert len(found) < len(rows) / 10
     assert cover(rows) == found
 
 

@@ -32,7 +32,6 @@ has shown nearly all that the evaluation asks of this number; compression of two
 Source: SLAY (001), tables 3 to 9; selective copy, induction and stack follow the usual tasks of these names.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
@@ -386,14 +385,17 @@ class Algorithmic(Drawn[int]):
                 answers = targets[places]
                 read = tokens >= len(_MARKERS)
                 read[places[places + 1 < self.length] + 1] = False  # answers, written out
-                for number, place in enumerate(places):
-                    words = Counter(tokens[: place + 1][read[: place + 1]].tolist())
-                    named = answers[:number].tolist()
-                    left = Counter(answers[number:].tolist()) if self.algorithm.values else words - Counter(named)
-                    ways = words, left, Counter(words.keys() - named)
-                    chances = [offered[answers[number]] / max(1, offered.total()) for offered in ways]
-                    always[number % turns, answers[number]] += 1 / len(answers)
-                    among[number % turns] += np.array(chances) / len(answers)
+                _, short = np.unique(np.concatenate([tokens, answers]), return_inverse=True)  # words of this sequence
+                each = np.eye(short.max() + 1)[short]
+                words = (each[: self.length] * read[:, None]).cumsum(0)[places]  # (answers, words)
+                asked = each[self.length :]
+                named = asked.cumsum(0) - asked
+                left = asked[::-1].cumsum(0)[::-1] if self.algorithm.values else np.maximum(words - named, 0)
+                ways = np.stack([words, left, (words > 0) & (named == 0)])
+                chances = (ways * asked).sum(2) / np.maximum(1, ways.sum(2))
+                turn = np.arange(len(answers)) % turns
+                np.add.at(always, (turn, answers), 1 / len(answers))
+                np.add.at(among, turn, chances.T / len(answers))
                 rows += 1
         return Guess(float(np.maximum(always.max(1), among.max(1)).sum() / rows))
 
