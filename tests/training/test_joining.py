@@ -13,7 +13,7 @@ from zonal.report import load, packing, summarise
 from zonal.store import write_checked
 from zonal.training import Comparison, join
 
-COMMAND = "zonal compare --task mqar --operators {} --seeds {} --out runs/x"
+COMMAND = "zonal compare --task mqar --screening-seeds 1 --operators {} --seeds {} --out runs/x"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def test_the_parts_become_one(parts, tmp_path):
     assert joined.spec.learning_rates == (0.01, 0.02)
     assert (joined.spec.labels, joined.spec.title, joined.spec.screening_seeds) == (("softmax", "Sums"), "First", None)
     assert joined.spec.command == (
-        "zonal compare --task mqar --operators softmax,linear --seeds 0,1, --learning-rates 0.01,0.02"
+        "zonal compare --task mqar --screening-seeds 2 --operators softmax,linear --seeds 0,1, "
+        "--learning-rates 0.01,0.02"
     )
     assert {row.label: len(row.runs) for row in summarise(load(out)).rows} == {"Softmax": 1, "Sums": 2}
     # what no part has can be run

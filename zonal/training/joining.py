@@ -69,6 +69,7 @@ def _union(stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
     grid = {
         "--operators": ",".join(labels), "--learning-rates": ",".join(map(repr, rates)),
         "--seeds": "".join(f"{seed}," for seed in seeds),
+        **({"--screening-seeds": str(len(seeds))} if len(rates) > 1 else {}),  # all try all, whatever parts did
     }  # fmt: skip
     commits = dict.fromkeys(each["commit"] for each in stored if each.get("commit"))
     return {
