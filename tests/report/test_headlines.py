@@ -79,6 +79,23 @@ def test_runs_that_stopped_alike_are_told_apart_by_steps(tmp_path):
     assert not any("SKO is" in sentence for sentence in summary.sentences)
 
 
+def test_what_was_reached_on_the_validation_set_is_reached(tmp_path):
+    """Runs stop by it; the evaluation set may then have a little less."""
+    stop = {"training": {"stop_at_accuracy": 0.9}}
+    assert (
+        "is ahead"
+        in summary_of(tmp_path, {"softmax": (0.901,) * 3, "sko": (0.894, 0.895, 0.896)}, changes=stop).headline
+    )
+    for path in tmp_path.glob(f"runs/{SLUGS['sko']}/*/run.json"):
+        run = json.loads(path.read_text())
+        run["final"]["validation"] = {"loss": 0.4, "accuracy": 0.902}
+        path.write_text(json.dumps(run | {"steps_done": 10}))
+    summary = report.summarise(report.load(tmp_path))
+    assert summary.headline.startswith(
+        "No clear winner: SKO and Softmax both reach accuracy 0.9, at which a run stops."
+    )
+
+
 def test_an_operator_with_failed_runs_does_not_reach_the_accuracy_beside_a_whole_one(tmp_path):
     values = {"softmax": (0.95, 0.95, 0.95), "sko": (0.95, 0.0, 0.0), "linear": (0.3, 0.3, 0.3)}
     stop = {"training": {"stop_at_accuracy": 0.9}}

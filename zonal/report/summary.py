@@ -80,9 +80,14 @@ def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float
 
 
 def _score(data: ComparisonData, run: Run) -> float | None:
-    """The headline number of a run that is done, as it is compared."""
-    value = run.value(data.metric) if run.done else None
-    return None if value is None else capped(value, data.stop)
+    """The headline number of a run that is done, as it is compared: a run that stops at an accuracy has reached it on
+    the validation set, if there is one.
+    """
+    if not run.done or run.final is None or (value := run.value(data.metric)) is None:
+        return None
+    if data.stop is not None and run.final.validation.get(data.metric, value) >= data.stop:
+        return data.stop
+    return capped(value, data.stop)
 
 
 def _scores(data: ComparisonData, row: Row) -> dict[int, float]:
