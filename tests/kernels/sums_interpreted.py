@@ -51,7 +51,7 @@ def interpreted(own: bool) -> Iterator[None]:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))
-            stack.enter_context(patch.object(sums_state, "chunk_of", lambda *call: 16))
+            stack.enter_context(patch.object(sums_layout, "chunk_of", lambda *call: 16))
             stack.enter_context(patch.object(sums_state, "choose", lambda *call: sums_state.Strips(16, 4, 16, 4, 1)))
         yield
 
@@ -60,7 +60,7 @@ def spoil(broken: bool) -> None:
     """A layout in which the last pair of blocks is another."""
 
     def other(*call: Any) -> sums_layout.Layout:
-        form = sums_layout._layout(*call[:3], sums_layout.block_of(call[2]), call[3])
+        form = RIGHT(*call)
         return form._replace(right=torch.cat([form.right[:-1], form.right[-1:] * 0]))
 
     sums_layout.layout = other if broken else RIGHT

@@ -104,10 +104,10 @@ import torch
 from kernels.interpreted import mend
 from zonal.formula import FORMULAS
 from zonal.kernels.sums import SumsInputs, SumsSpec
-from zonal.kernels.triton import sums_backward, sums_forward, sums_state
+from zonal.kernels.triton import sums_backward, sums_forward, sums_layout
 
 mend()
-sums_state.chunk_of = lambda *call: 16
+sums_layout.chunk_of = lambda *call: 16
 torch.manual_seed(0)
 x, ends, one, learned = torch.randn(4, 1, 1, 40, 8), torch.arange(41), torch.ones(1), frozenset(("q", "k", "v"))
 spec = SumsSpec(FORMULAS["identity"], 1, 1, "raw")

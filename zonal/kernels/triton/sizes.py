@@ -1,4 +1,4 @@
-"""Sizes that kernels and the planner's cost model share. No triton in here: a machine without it plans, too."""
+"""Sizes of the kernels. It does not import triton, which may be missing where a call is planned."""
 
 
 def padded(width: int) -> int:
@@ -16,54 +16,10 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-# ---- sums over features (see sums_layout) ----
-
-# queries whose first one says which sum all of them read: no tile of queries is larger
-SHARED = 128
-# keys from one known sum to the next: few where the sums of features are small beside the tokens
-_CHUNKS = (128, 8192)
-
-
-def block_of(dim: int) -> int:
-    """Coordinates of a block."""
-    return 8 if dim <= 8 else 16
-
-
-def pairs_of(dim: int, block: int) -> list[tuple[int, int]]:
-    """The pairs (a, b) of blocks of coordinates, a <= b, whose products are features."""
-    blocks = ceil_div(dim, block)
-    return [(a, b) for a in range(blocks) for b in range(a, blocks)]
-
-
-def rows_of(degree: int, dim: int, block: int) -> int:
-    """Rows of a head's sums: products of pairs of blocks where the degree is two, the padded vector, and 1."""
-    return (len(pairs_of(dim, block)) * block**2 if degree == 2 else 0) + padded(dim) + 1
-
-
-def chunk_of(rows: int, key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Keys from one known sum to the next: about so many that the sums take no more room than q, k, v and y."""
-    state, token = 4 * rows * (value_dim + 1), 2 * itemsize * (key_dim + value_dim)
-    return min(max(power_of_two(ceil_div(state, token)), _CHUNKS[0]), _CHUNKS[1])
-
-
-# ---- ridge read-outs (see ridge_state) ----
-
 # the widest keys and values of which all tiles stay in registers
 RIDGE_LARGEST = 64
 # Keys per block: about as many as a key has numbers, so that the block's matrices are as large as its state's. Not 64
 # where keys are wider: Triton 3.6 then multiplies by warp groups (wgmma), and on an H200 the numbers were wrong.
 RIDGE_BLOCK = 32
 
-
-__all__ = [
-    "RIDGE_BLOCK",
-    "RIDGE_LARGEST",
-    "SHARED",
-    "block_of",
-    "ceil_div",
-    "chunk_of",
-    "padded",
-    "pairs_of",
-    "power_of_two",
-    "rows_of",
-]
+__all__ = ["RIDGE_BLOCK", "RIDGE_LARGEST", "ceil_div", "padded", "power_of_two"]

@@ -432,7 +432,7 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         if found.count or initial is not None:
             sums_state.absorb(call, back, q, dy, scale, factor, delta, from_border)
             if dfinal is not None:
-                back[:, :, -1] += sums_layout.from_rows(sums_layout.from_memory_gradient(dfinal, call.form), width)
+                back[:, :, -1] += sums_layout.from_memory_gradient(dfinal, call.form, width)
             sums_state.carry(call, back, True)
         counted = torch.empty(batch, k.shape[1], keys, dtype=torch.float32, device=q.device) if call.faded else None
         strips = sums_state.choose("keys_back", q, v, tile.traits, call.faded)
@@ -450,9 +450,7 @@ def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSp
         )
         dinitial = None
         if initial is not None:
-            dinitial = sums_layout.to_memory_gradient(
-                sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form
-            )
+            dinitial = sums_layout.to_memory_gradient(back[:, :, 0], call.form, width)
     ddecay = None
     if counted is not None and "log_decay" in asked:
         # what rows lose by rounding dy, keys have lost too

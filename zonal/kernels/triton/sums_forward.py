@@ -185,9 +185,7 @@ def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
         )  # fmt: skip
         final = torch.empty(0, dtype=torch.float32, device=q.device)
         if spec.keeps:
-            final = sums_layout.to_memory(
-                sums_layout.into_rows(sums[:, :, -1], call.form, v.shape[3], call.mass), call.form
-            )
+            final = sums_layout.to_memory(sums[:, :, -1], call.form, v.shape[3])
     return y, factor, final, q.new_zeros(q.shape[:3] if spec.guards else (0,), dtype=torch.uint8)
 
 

@@ -6,6 +6,7 @@ are present.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.kernels.sums import tables
-from zonal.kernels.triton.sizes import SHARED, block_of, ceil_div, padded, pairs_of, rows_of
+from zonal.kernels.triton.sizes import ceil_div, padded, power_of_two
+
+# queries whose first one says which sum all of them read: no tile of queries is larger
+SHARED = 128
+# keys from one known sum to the next: few where the sums of features are small beside the tokens
+_CHUNKS = (128, 8192)
 
 
 class Layout(NamedTuple):
@@ -43,21 +49,22 @@ class Layout(NamedTuple):
         return self.place.shape[0]
 
 
-def layout(degree: int, lowest: int, dim: int, device: torch.device) -> Layout:
-    """The layout for powers of the score up to ``degree`` <= 2 of vectors of ``dim`` numbers."""
-    return _layout(degree, lowest, dim, block_of(dim), device)
+def block_of(dim: int) -> int:
+    """Coordinates of a block."""
+    return 8 if dim <= 8 else 16
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device) -> Layout:
-    pairs = pairs_of(dim, block) if degree == 2 else []
+def layout(degree: int, lowest: int, dim: int, block: int, device: torch.device) -> Layout:
+    """The layout for powers of the score up to ``degree`` <= 2 of vectors of ``dim`` numbers."""
+    pairs = list(itertools.combinations_with_replacement(range(ceil_div(dim, block)), 2)) if degree == 2 else []
     width, squares = padded(dim), len(pairs) * block**2
     number = {pair: index for index, pair in enumerate(pairs)}
 
     def row(i: int, j: int) -> int:
         return (number[i // block, j // block] * block + i % block) * block + j % block
 
-    rows = rows_of(degree, dim, block)
+    rows = squares + width + 1
     place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.float32)
     first, root, times = [], [], []
     table = tables(degree, lowest, dim)
@@ -93,38 +100,45 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
     return Layout(block, width, *(x.to(device) for x in made))
 
 
-def from_memory(memory: Tensor, form: Layout) -> Tensor:
-    """Sums (B, Hkv, size) from a memory's state (B, Hkv, m, P or P + 1)."""
-    return memory.float().index_select(2, form.place) * form.share[:, None]
+def chunk_of(rows: int, key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Keys from one known sum to the next: about so many that the sums take no more room than q, k, v and y."""
+    state, token = 4 * rows * (value_dim + 1), 2 * itemsize * (key_dim + value_dim)
+    return min(max(power_of_two(ceil_div(state, token)), _CHUNKS[0]), _CHUNKS[1])
 
 
-def to_memory(sums: Tensor, form: Layout) -> Tensor:
-    """A memory's state from sums (B, Hkv, rows, P or P + 1)."""
-    return sums.index_select(2, form.first) * form.root[:, None]
+def from_memory(state: Tensor, form: Layout, width: int) -> Tensor:
+    """The sums of one border (B, Hkv, size), of values of ``width`` numbers, from a memory's state (B, Hkv, m, P or
+    P + 1).
+    """
+    return _flat(state.float().index_select(2, form.place) * form.share[:, None], width)
 
 
-def from_memory_gradient(memory: Tensor, form: Layout) -> Tensor:
+def to_memory(sums: Tensor, form: Layout, width: int) -> Tensor:
+    """And back."""
+    return _rows(sums, form, width).index_select(2, form.first) * form.root[:, None]
+
+
+def from_memory_gradient(state: Tensor, form: Layout, width: int) -> Tensor:
     """The gradient of sums from that of a memory's state made of them.
 
     ``to_memory`` reads one of the equal rows, but each gets its share of the gradient.
     """
-    return memory.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place) * (
-        form.share[:, None] != 0
-    )
+    rows = state.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place)
+    return _flat(rows * (form.share[:, None] != 0), width)
 
 
-def to_memory_gradient(sums: Tensor, form: Layout) -> Tensor:
+def to_memory_gradient(sums: Tensor, form: Layout, width: int) -> Tensor:
     """The gradient of a memory's state from that of the sums made of it. Equal rows have equal gradients."""
-    return sums.index_select(2, form.first) * (form.times / form.root)[:, None]
+    return _rows(sums, form, width).index_select(2, form.first) * (form.times / form.root)[:, None]
 
 
-def into_rows(flat: Tensor, form: Layout, width: int, mass: bool) -> Tensor:
-    """(B, Hkv, rows, P or P + 1) from the sums of one border (B, Hkv, size)."""
-    rows = flat[..., : form.rows * width].unflatten(-1, (form.rows, width))
-    return torch.cat([rows, flat[..., form.rows * width :, None]], -1) if mass else rows
+def _rows(sums: Tensor, form: Layout, width: int) -> Tensor:
+    """(B, Hkv, rows, P or P + 1) from (B, Hkv, size)."""
+    values, mass = sums[..., : form.rows * width], sums[..., form.rows * width :]
+    return torch.cat([x.unflatten(-1, (form.rows, -1)) for x in (values, mass) if x.shape[-1]], -1)
 
 
-def from_rows(rows: Tensor, width: int) -> Tensor:
+def _flat(rows: Tensor, width: int) -> Tensor:
     """And back."""
     return torch.cat([rows[..., :width].flatten(-2), rows[..., width:].flatten(-2)], -1)
 
@@ -150,7 +164,7 @@ class Borders(NamedTuple):
 def borders(
     lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chunk: int, every: bool, device: torch.device
 ) -> Borders:
-    """The borders of a call. lo, hi, segment_start (T,): as for ``feature_sums``. every: also the sum over all keys.
+    """The borders of a call. lo, hi, segment_start (T,): as in ``SumsInputs``. every: also the sum over all keys.
 
     Nothing waits for the device where these are on the CPU, as calls have them.
     """
@@ -185,14 +199,6 @@ def borders(
 
 
 __all__ = [
-    "Borders",
-    "Layout",
-    "borders",
-    "from_memory",
-    "from_memory_gradient",
-    "from_rows",
-    "into_rows",
-    "layout",
-    "to_memory",
-    "to_memory_gradient",
-]
+    "SHARED", "Borders", "Layout", "block_of", "borders", "chunk_of", "from_memory", "from_memory_gradient", "layout",
+    "to_memory", "to_memory_gradient",
+]  # fmt: skip

@@ -18,7 +18,7 @@ from zonal.kernels.abi import plain
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import sums_layout, tiles
-from zonal.kernels.triton.sizes import ceil_div, chunk_of, padded
+from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.sums_layout import Borders, Layout
 from zonal.kernels.triton.tiles import Tiling, Traits, row_numbers, weighted
 
@@ -484,8 +484,9 @@ def prepare(inputs: SumsInputs, spec: SumsSpec) -> SumsCall:
     q, k, v = inputs[:3]
     assert inputs.lo is not None
     assert inputs.hi is not None
-    form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
-    chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
+    block = sums_layout.block_of(q.shape[3])
+    form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], block, q.device)
+    chunk = sums_layout.chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
     start = inputs.segment_start
     found = sums_layout.borders(inputs.lo, inputs.hi, start, k.shape[2], chunk, spec.keeps, q.device)
     tile = tiles.call(
@@ -528,9 +529,7 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
 def known(call: SumsCall, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
     """The sums at every border, (B, Hkv, count + 1, size)."""
     sums = call.empty(k)
-    sums[:, :, 0] = (
-        0 if initial is None else sums_layout.from_rows(sums_layout.from_memory(initial, call.form), v.shape[3])
-    )
+    sums[:, :, 0] = 0 if initial is None else sums_layout.from_memory(initial, call.form, v.shape[3])
     if call.borders.count:
         absorb(call, sums, k, v, scale, None, None, 1)
         carry(call, sums, False)
