@@ -21,10 +21,13 @@ from zonal.kernels.triton.tiles import (
     LOG2E,
     SHORTEST,
     between,
+    fading,
     first_query_past,
     first_query_seeing,
     head_and_block,
+    key_ranges,
     log2_kernel,
+    marks,
     put_rows,
     real_keys,
     row_numbers,
@@ -101,15 +104,51 @@ def through_norm(grad, raw, along, square):
 
 
 @triton.jit
+def put_queries(
+    dq, dscale, grad, q, scale, batch, head, begin, sizes, traits: tl.constexpr, QUERIES: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of a block, and its part of dscale, from the gradients of scale q^, with q^ = q or q / |q|."""
+    # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what has been summed
+    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
+    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+    if traits.normalise:
+        tl.store(dscale, tl.sum(along / tl.maximum(tl.sqrt(square), SHORTEST), 0))
+    else:
+        tl.store(dscale, tl.sum(along, 0))
+    grad = grad * scale
+    if traits.normalise:
+        raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
+        grad = through_norm(grad, raw, along * scale, square)
+    put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
+
+
+@triton.jit
+def put_keys(
+    dk, grad, k, batch, kv_head, begin, sizes, traits: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr
+):
+    """Write dK of a block, from the gradients of k or k / |k|."""
+    if traits.normalise:
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
+        along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
+        grad = through_norm(grad, raw, along, square)
+    put_rows(dk, grad, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
+
+
+@triton.jit
 def add_queries(
-    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-    coefficients, edges, sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    CUT: tl.constexpr,
+    dk, dv, lost, k_tile, v_tile, key_gain, key_whole, key_rest, first_key, begin, stop, batch, kv_head, q, dy,
+    q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value: tl.constexpr,
+    derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys.
 
     Tiles are transposed: (keys, queries).
+
+    Where something fades, key_whole and key_rest are the keys' marks, and for the row anchor lost (keys,) gets
+    sum_t W_ts dy_t . y_t; otherwise all three may be None.
     """
     s = first_key + tl.arange(0, KEYS)
     blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
@@ -118,7 +157,6 @@ def add_queries(
         head, block = head_and_block(index, kv_head, blocks, sizes, traits)
         first = begin + block * QUERIES
         line = batch * sizes.heads + head
-        gain = tl.load(scale + head)
         c = coefficients + head * STRIDE
         q_tile = tile_rows(
             q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key
@@ -127,9 +165,9 @@ def add_queries(
             dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value
         )
         kept, taken = row_terms(factor, delta, line, first, sizes.queries, traits, QUERIES)
-        query_gain = gain
+        query_gain = tl.load(scale + head)
         if traits.normalise:
-            query_gain = (gain * row_numbers(q_inverse, line, first, sizes.queries, QUERIES, 0.0))[None, :]
+            query_gain = (query_gain * row_numbers(q_inverse, line, first, sizes.queries, QUERIES, 0.0))[None, :]
         unit = query_gain * LOG2E if traits.bits else query_gain
         x = scores(k_tile, q_tile, unit, key_gain, traits)
         visible = None
@@ -137,12 +175,21 @@ def add_queries(
             t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
             lo, hi = visible_keys(t, edges, sizes, traits)
             visible = between(s[:, None], lo[None, :], hi[None, :], traits)
-        weight = weights(x, kept[None, :], visible, c, value, traits, CUT)
+        by, less = kept[None, :], taken[None, :]
+        if FADED:
+            row_whole, row_rest = marks(
+                fade_rows, batch * (sizes.heads // sizes.groups) + kv_head, first, sizes.queries, QUERIES, float("-inf")
+            )
+            fade = fading(row_whole[None, :], row_rest[None, :], key_whole[:, None], key_rest[:, None])
+            by, less = by * fade, less * fade
+        weight = weights(x, by, visible, c, value, traits, CUT)
         dv = weighted(weight, dy_tile, dv, traits)
+        if FADED and traits.anchor == "row":
+            lost += tl.sum(weight * row_numbers(delta, line, first, sizes.queries, QUERIES, 0.0)[None, :], 1)
         dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
-        _, ds = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, c, derivative, traits, CUT)
+        _, ds = slopes(x, weight, dp, by, less, visible, c, derivative, traits, CUT)
         dk = weighted(ds * query_gain, q_tile, dk, traits)
-    return dk, dv
+    return dk, dv, lost
 
 
 @triton.jit
@@ -172,33 +219,20 @@ def keys_kernel(
     whole = tl.maximum(inner, first_query_past(begin, edges, sizes, traits) // QUERIES * QUERIES)
     dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy,
-        q_inverse, factor, delta, scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS,
-        KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
-    )  # fmt: skip
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, kv_head, q, dy, q_inverse, factor,
-        delta, scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH,
-        STRIDE, False,
-    )  # fmt: skip
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta,
-        scale, coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE,
-        True,
-    )  # fmt: skip
+    begins, stops = (outer, inner, whole), (tl.minimum(inner, stop), whole, stop)
+    for i in tl.static_range(3):
+        dk_tile, dv_tile, _ = add_queries(
+            dk_tile, dv_tile, None, k_tile, v_tile, key_gain, None, None, begin, begins[i], stops[i], batch, kv_head, q,
+            dy, q_inverse, factor, delta, scale, coefficients, edges, None, sizes, value, derivative, traits, False,
+            QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, i != 1,
+        )  # fmt: skip
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
         real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
         dv_tile = tl.where(real, dv_tile, 0.0)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
-    if traits.normalise:
-        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
-        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, square)
-    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
+    put_keys(dk, dk_tile, k, batch, kv_head, begin, sizes, traits, KEYS, KEY_WIDTH)
 
 
 @triton.jit
@@ -215,11 +249,15 @@ def add_powers(sums, x, g, LEARNED: tl.constexpr):
 
 @triton.jit
 def add_keys(
-    dq, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c,
-    sizes, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr,
-    LEARNED: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+    dq, sums, q_tile, dy_tile, gain, kept, taken, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse,
+    key_mask, fade_keys, c, sizes, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr,
+    traits: tl.constexpr, LEARNED: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [begin, stop) to the gradients of a block of queries."""
+    """Add keys [begin, stop) to the gradients of a block of queries.
+
+    kept and taken (rows, 1): of ``row_terms``. whole and rest: the queries' marks where something fades, else None.
+    """
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
@@ -235,8 +273,13 @@ def add_keys(
         if CUT or traits.key_mask:
             visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT)
         masked: tl.constexpr = CUT or traits.key_mask
-        weight = weights(x, kept, visible, c, value, traits, masked)
-        g, ds = slopes(x, weight, dp, kept, taken, visible, c, derivative, traits, masked)
+        by, less = kept, taken
+        if FADED:
+            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS, float("inf"))
+            fade = fading(whole[:, None], rest[:, None], key_whole[None, :], key_rest[None, :])
+            by, less = kept * fade, taken * fade
+        weight = weights(x, by, visible, c, value, traits, masked)
+        g, ds = slopes(x, weight, dp, by, less, visible, c, derivative, traits, masked)
         if LEARNED > 0:
             sums = add_powers(sums, x, g * base(x, c, traits.n), LEARNED)
         if traits.normalise:
@@ -282,39 +325,17 @@ def queries_kernel(
     sums = ()
     for _ in tl.static_range(LEARNED):
         sums = sums + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
-    outer = lo_first // KEYS * KEYS
-    inner = outer
-    if traits.edged:
-        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+    begins, stops = key_ranges(lo_first // KEYS * KEYS, hi_first, lo_last, hi_last, traits, KEYS)
+    for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         grad, sums = add_keys(
-            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
-            k, v, k_inverse, key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH,
-            True,
+            grad, sums, q_tile, dy_tile, gain, kept, taken, None, None, lo, hi, begins[i], stops[i], batch, kv_head, k,
+            v, k_inverse, key_mask, None, c, sizes, value, derivative, base, traits, LEARNED, False, KEYS, KEY_WIDTH,
+            VALUE_WIDTH, i != 1,
         )  # fmt: skip
-    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
-    grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
-        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
-    )  # fmt: skip
-    grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
-        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-    )  # fmt: skip
     part = tl.cast(line, tl.int64) * blocks + block
     for j in tl.static_range(LEARNED):
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
-    # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
-    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
-    if traits.normalise:
-        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), SHORTEST), 0))
-    else:
-        tl.store(dscale + part, tl.sum(along, 0))
-    grad = grad * scale_of_head
-    if traits.normalise:
-        raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, square)
-    put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
+    put_queries(dq, dscale + part, grad, q, scale_of_head, batch, head, begin, sizes, traits, QUERIES, KEY_WIDTH)
 
 
 def backward(

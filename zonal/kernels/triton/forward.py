@@ -21,6 +21,7 @@ from zonal.kernels.triton.tiles import (
     SMALLEST,
     Tiling,
     as_multiplied,
+    key_ranges,
     log2_kernel,
     put_rows,
     row_numbers,
@@ -146,23 +147,12 @@ def forward_kernel(
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
-    outer = lo_first // KEYS * KEYS
-    inner = outer
-    if traits.edged:
-        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+    begins, stops = key_ranges(lo_first // KEYS * KEYS, hi_first, lo_last, hi_last, traits, KEYS)
+    for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         total, mass, top = absorb(
-            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
-            key_mask, c, sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, top, q_tile, gain, lo, hi, begins[i], stops[i], batch, kv_head, k, v, k_inverse, key_mask, c,
+            sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
         )  # fmt: skip
-    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
-    )  # fmt: skip
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-    )  # fmt: skip
     row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
     put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
     place = begin + tl.arange(0, QUERIES)
@@ -217,19 +207,12 @@ def decode_kernel(
     stop = tl.minimum(split * length + length, hi_last)
     inner = tl.minimum(tl.maximum(begin, tl.cdiv(lo_last, KEYS) * KEYS), tl.maximum(begin, stop))
     whole = tl.maximum(inner, tl.minimum(stop, hi_first) // KEYS * KEYS)
-    if traits.edged:
+    begins, stops = (begin, inner, whole), (inner, whole, stop)
+    for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         total, mass, top = absorb(
-            total, mass, top, q_tile, gain[:, None], lo, hi, begin, inner, batch, kv_head, k, v, k_inverse, key_mask, c,
-            sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, top, q_tile, gain[:, None], lo, hi, begins[i], stops[i], batch, kv_head, k, v,
+            k_inverse, key_mask, c, sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
         )  # fmt: skip
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain[:, None], lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c,
-        sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
-    )  # fmt: skip
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain[:, None], lo, hi, whole, stop, batch, kv_head, k, v, k_inverse, key_mask, c,
-        sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-    )  # fmt: skip
     part = slot * splits + split
     tl.store(masses + part, mass, mask=inside)
     tl.store(tops + part, top, mask=inside)

@@ -18,8 +18,7 @@ from zonal.kernels.op import Gradients, Results
 from zonal.kernels.sums import SumsInputs, SumsSpec, decay_gradient
 from zonal.kernels.tile import padded
 from zonal.kernels.triton import sums_layout, sums_state, tiles
-from zonal.kernels.triton.backward import row_terms, through_norm
-from zonal.kernels.triton.sums_near import add_keys, add_queries, marks
+from zonal.kernels.triton.backward import add_keys, add_queries, put_keys, put_queries, row_terms
 from zonal.kernels.triton.sums_state import (
     against_sums,
     columns,
@@ -30,12 +29,12 @@ from zonal.kernels.triton.sums_state import (
     strip_blocks,
 )
 from zonal.kernels.triton.tiles import (
-    SHORTEST,
+    key_ranges,
+    marks,
     put_rows,
     real_keys,
     row_numbers,
     tile_rows,
-    tile_rows_again,
     visible_keys,
 )
 
@@ -210,40 +209,17 @@ def read_back_kernel(
     sums = ()
     for _ in tl.static_range(LEARNED):
         sums = sums + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
-    outer = tl.maximum(known, lo_first // KEYS * KEYS)
-    inner = outer
-    if traits.edged:
-        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+    start = tl.maximum(known, lo_first // KEYS * KEYS)
+    begins, stops = key_ranges(start, hi_first, lo_last, hi_last, traits, KEYS)
+    for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         grad, sums = add_keys(
-            grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, outer,
-            tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, fade_keys, c, sizes, value,
-            derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, begins[i], stops[i], batch,
+            kv_head, k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED,
+            KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
         )  # fmt: skip
-    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
-    grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head,
-        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS,
-        KEY_WIDTH, VALUE_WIDTH, False,
-    )  # fmt: skip
-    grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head,
-        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS,
-        KEY_WIDTH, VALUE_WIDTH, True,
-    )  # fmt: skip
     for j in tl.static_range(LEARNED):
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
-    # d/dscale of scale q^ . k^ is q^ times what has been summed
-    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
-    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
-    if traits.normalise:
-        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), SHORTEST), 0))
-    else:
-        tl.store(dscale + part, tl.sum(along, 0))
-    grad = grad * scale_of_head
-    if traits.normalise:
-        raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
-        grad = through_norm(grad, raw, along * scale_of_head, square)
-    put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
+    put_queries(dq, dscale + part, grad, q, scale_of_head, batch, head, begin, sizes, traits, QUERIES, KEY_WIDTH)
 
 
 @triton.jit
@@ -347,21 +323,13 @@ def keys_back_kernel(
     if not traits.packed:
         whole = tl.maximum(inner, stop // QUERIES * QUERIES)
     gain = gain[:, None]
-    dk_tile, dv_tile, lost = add_queries(
-        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop),
-        batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value,
-        derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
-    )  # fmt: skip
-    dk_tile, dv_tile, lost = add_queries(
-        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, inner, tl.minimum(whole, stop),
-        batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value,
-        derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
-    )  # fmt: skip
-    dk_tile, dv_tile, lost = add_queries(
-        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, whole, stop, batch, kv_head, q, dy,
-        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED,
-        QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
-    )  # fmt: skip
+    begins, stops = (outer, inner, whole), (tl.minimum(inner, stop), tl.minimum(whole, stop), stop)
+    for i in tl.static_range(3):
+        dk_tile, dv_tile, lost = add_queries(
+            dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, begins[i], stops[i], batch,
+            kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative,
+            traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, i != 1,
+        )  # fmt: skip
     if traits.key_mask:
         real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
@@ -372,12 +340,7 @@ def keys_back_kernel(
             found = tl.where(real_keys(begin, batch, key_mask, sizes, KEYS), found, 0.0)
         tl.store(counted + tl.cast(line, tl.int64) * sizes.keys + row, found, mask=there)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
-    if traits.normalise:
-        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
-        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
-        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
-        dk_tile = through_norm(dk_tile, raw, along, square)
-    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
+    put_keys(dk, dk_tile, k, batch, kv_head, begin, sizes, traits, KEYS, KEY_WIDTH)
 
 
 def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSpec, asked: frozenset[str]) -> Gradients:

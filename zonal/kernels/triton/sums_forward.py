@@ -16,9 +16,20 @@ from zonal.kernels.abi import plain
 from zonal.kernels.op import Results
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
-from zonal.kernels.triton.sums_near import add_values, marks
 from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
-from zonal.kernels.triton.tiles import SMALLEST, put_rows, row_numbers, tile_rows, visible_keys
+from zonal.kernels.triton.tiles import (
+    SMALLEST,
+    fading,
+    key_ranges,
+    marks,
+    put_rows,
+    row_numbers,
+    scores,
+    tile_rows,
+    visible_keys,
+    visible_pairs,
+    weighted,
+)
 
 
 @triton.jit
@@ -75,6 +86,40 @@ def read_rest(
 
 
 @triton.jit
+def add_values(
+    total, mass, q_tile, gain, whole, rest, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, fade_keys,
+    c, sizes, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Add keys [begin, stop) to the sums of a block of queries.
+
+    total (rows, P) = sum K v, and for the row anchor mass (rows,) = sum K, of the same rounded K. CUT: the tiles hold
+    keys that some query does not see.
+    """
+    line = batch * (sizes.heads // sizes.groups) + kv_head
+    for first in tl.range(begin, stop, KEYS):
+        k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
+        )
+        key_gain = 1.0
+        if traits.normalise:
+            key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
+        x = scores(q_tile, k_tile, gain, key_gain, traits)
+        weight = value(x, c, traits.n)
+        if FADED:
+            key_whole, key_rest = marks(fade_keys, line, first, sizes.keys, KEYS, float("inf"))
+            weight = weight * fading(whole[:, None], rest[:, None], key_whole[None, :], key_rest[None, :])
+        if CUT or traits.key_mask:
+            weight = tl.where(visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT), weight, 0.0)
+        weight = narrowed(weight, v, traits)
+        if traits.anchor == "row":
+            mass += tl.sum(weight.to(tl.float32), 1)
+        total = weighted(weight, v_tile, total, traits)
+    return total, mass
+
+
+@triton.jit
 def read_kernel(
     q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges,
     fade_rows, fade_keys, sizes, from_border, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr,
@@ -125,23 +170,13 @@ def read_kernel(
         mass = tl.where(lo < known, mass, 0.0)
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
     gain = gain[:, None]
-    outer = tl.maximum(known, lo_first // KEYS * KEYS)
-    inner = outer
-    if traits.edged:
-        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+    start = tl.maximum(known, lo_first // KEYS * KEYS)
+    begins, stops = key_ranges(start, hi_first, lo_last, hi_last, traits, KEYS)
+    for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         total, mass = add_values(
-            total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
-            k, v, k_inverse, key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, begins[i], stops[i], batch, kv_head, k, v,
+            k_inverse, key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
         )  # fmt: skip
-    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
-    total, mass = add_values(
-        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
-        key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
-    )  # fmt: skip
-    total, mass = add_values(
-        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
-        key_mask, fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-    )  # fmt: skip
     if traits.anchor == "row":
         empty = tl.abs(mass) < SMALLEST
         by = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, mass))

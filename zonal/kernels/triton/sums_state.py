@@ -383,8 +383,10 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> St
 class Fade(NamedTuple):
     """What decays and key biases make of weights; None where there are neither.
 
-    rows (B Hkv, 3, T), keys (B Hkv, 3, S): the two numbers of each mark (see sums_near), and the share of its border
-    that a row still sees, or the share of an earlier key at its border. steps (B Hkv, count + 1): the share of a border
+    A weight is e^(c_t - c_s + b_s) l(S_ts), with c the running sum of log decays. Rows and keys have marks, c_t and
+    c_s - b_s to base 2, in two numbers each. Their differences lose no digits even if the running sums are long.
+    rows (B Hkv, 3, T), keys (B Hkv, 3, S): the two numbers of each mark, and the share of its border that a row still
+    sees, or the share of an earlier key at its border. steps (B Hkv, count + 1): the share of a border
     left at the next one.
     """
 

@@ -220,6 +220,23 @@ def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
 
 
 @triton.jit
+def marks(fade, line, first, limit, ROWS: tl.constexpr, past: tl.constexpr):
+    """(whole, rest) of ROWS tokens' marks (``sums_state.Fade``).
+
+    past: the mark past the end, -inf of rows and inf of keys, so that pairs with such a token weigh nothing.
+    """
+    return row_numbers(fade, line * 3, first, limit, ROWS, past), row_numbers(
+        fade, line * 3 + 1, first, limit, ROWS, 0.0
+    )
+
+
+@triton.jit
+def fading(row_whole, row_rest, key_whole, key_rest):
+    """e^(c_t - c_s + b_s) of pairs from their marks, which broadcast. It may be inf for hidden pairs, to be masked."""
+    return tl.exp2((row_whole - key_whole) + (row_rest - key_rest))
+
+
+@triton.jit
 def visible_keys(t, edges, sizes, traits: tl.constexpr):
     """[lo, hi): the keys that query t < T may see, none if hi <= lo.
 
@@ -271,6 +288,18 @@ def visible_pairs(
     else:
         visible = tl.broadcast_to(real_keys(first, batch, key_mask, sizes, KEYS)[None, :], x.shape)
     return visible
+
+
+@triton.jit
+def key_ranges(start, hi_first, lo_last, hi_last, traits: tl.constexpr, KEYS: tl.constexpr):
+    """(begins, stops) of three ranges of keys from ``start`` on: a block of queries may see some keys of the first and
+    of the last range, and all keys of the one between. Unless ``traits.edged`` the first is empty.
+    """
+    inner = start
+    if traits.edged:
+        inner = tl.maximum(start, tl.cdiv(lo_last, KEYS) * KEYS)
+    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
+    return (start, inner, whole), (tl.minimum(inner, hi_last), whole, hi_last)
 
 
 @triton.jit
