@@ -10,7 +10,7 @@ from zonal.errors import ArgumentError
 from zonal.execution.call import Call, check_memory, lowered, prepare, resumed, spread, weighted
 from zonal.execution.mask import log_decay_of
 from zonal.execution.numbers import check_devices, devices_of, numbers_of
-from zonal.execution.paths.steps.kinds import Steps
+from zonal.execution.paths.steps.base import Steps
 from zonal.execution.paths.streaming import by_torch, compiled_steps, first_step
 from zonal.execution.refusals import check_tokens
 from zonal.memory import Decoder, Memory

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zonal.execution.call import Call, Result, check_memory, empty_memory, without_idle
 from zonal.execution.paths.documents import by_document
-from zonal.execution.paths.steps.kinds import KINDS, Steps
-from zonal.execution.paths.steps.window import WindowSteps
+from zonal.execution.paths.steps.base import Steps
+from zonal.execution.paths.steps.kinds import KINDS
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, KeyValues, Memory, Tokens
 from zonal.memory.refusals import features_refusal
@@ -90,11 +90,8 @@ def compiled_steps(call: Call) -> Steps | None:
 
 def first_step(call: Call, steps: Steps) -> Tensor | None:
     """y (B, H, T, P) of the call that the steps were made for, or None as theirs."""
-    if call.raw is not None:
-        return steps.step(*call.raw[:3], call.log_decay)
-    assert not isinstance(steps, WindowSteps)
-    y = steps.run(*call.tokens, call.log_decay)
-    return None if y is None else y.to(call.dtype)
+    run = steps.run if call.raw is None else steps.step
+    return run(*call.given, call.log_decay)
 
 
 def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, Memory]:

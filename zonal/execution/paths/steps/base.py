@@ -1,4 +1,4 @@
-"""What the steps of all memories share: what is refused, and which tensors the next step takes as they are."""
+"""What the steps of all memories share: what is refused, and ``Steps`` themselves."""
 
 from collections.abc import Callable
 
@@ -48,10 +48,8 @@ def unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -
     return tile.empty_rows(call)
 
 
-class Compiled:
-    """What the steps of all memories share: their tokens so far, and which tensors the next step takes without a new
-    plan.
-    """
+class Steps:
+    """A memory in the hands of a kernel: its tokens so far, and which tensors a step takes without a new plan."""
 
     def __init__(self, call: Call, memory: Memory) -> None:
         shape = call.shape
@@ -65,6 +63,20 @@ class Compiled:
     def count(self) -> int:
         """Tokens so far, padding included."""
         return self._count
+
+    def memory(self) -> Memory:
+        """The memory after all steps. Later ones leave it as it is."""
+        raise NotImplementedError(f"{type(self).__name__}.memory")
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off or too much fades, and nothing has
+        changed. log_decay: (B or 1, Hkv, T); None: as the operator declares it.
+        """
+        return self.run(*self.prepared(q, k, v), log_decay)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
+        """``step`` of tensors that are ``prepared``."""
+        raise NotImplementedError(f"{type(self).__name__}.run")
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         """Whether the kernel runs a step of these tensors with the numbers that it has."""
@@ -87,11 +99,11 @@ class Compiled:
         return numbers.none or not numbers.changed(self.operator)
 
     def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors in float32, with queries and keys prepared by the score."""
+        """The tensors as ``run`` takes them: in float32, with queries and keys prepared by the score."""
         score, params = self.bound.score, self.bound.score_params
         with torch.autocast("cpu", enabled=False):
             q, k = score.prepare_query(q.float(), params, self.scale), prepared_keys(score, k.float(), params)
             return q, k, v.float()
 
 
-__all__ = ["MOST_TOKENS", "Compiled", "refusal", "unfit"]
+__all__ = ["MOST_TOKENS", "Steps", "refusal", "unfit"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from zonal.algebra.prior import Causal
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
-from zonal.execution.paths.steps.base import Compiled, unfit
+from zonal.execution.paths.steps.base import Steps, unfit
 from zonal.formula import FORMULAS
 from zonal.kernels.native import Reason
 from zonal.kernels.op import recorded
@@ -40,7 +40,7 @@ def _not_softmax(call: Call) -> Reason:
     return None if plain_priors else "windows and biases of the distance are not in it"
 
 
-class KeySteps(Compiled):
+class KeySteps(Steps):
     """Keys and values that torch's fused attention reads, one token a step."""
 
     def __init__(self, call: Call, memory: KeyValues) -> None:
@@ -50,20 +50,15 @@ class KeySteps(Compiled):
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         return super().takes(q, k, v, scale) and q.shape[2] == 1
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """y (B, H, 1, P). log_decay is None: operators that fade are refused."""
-        return self.run(*self.prepared(q, k, v))
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """``step`` of prepared queries and keys."""
+        assert log_decay is None  # operators that fade are refused
         self._held = cast(KeyValues, self._held.extended(Tokens(k, v)))
         self._count = self._held.count
         kept = self._held.tokens
         return F.scaled_dot_product_attention(q, kept.k, kept.v, scale=1.0, enable_gqa=self._grouped)
 
     def memory(self) -> KeyValues:
-        """The memory after all steps. Later ones leave it as it is: they write behind its keys."""
-        return self._held
+        return self._held  # later steps write behind its keys
 
 
 __all__ = ["KeySteps", "keys_refusal"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zonal.execution.call import Call
+from zonal.execution.paths.steps.base import Steps
 from zonal.execution.paths.steps.keys import KeySteps, keys_refusal
 from zonal.execution.paths.steps.ridge import RidgeSteps, ridge_refusal
 from zonal.execution.paths.steps.sums import SumsSteps, sums_refusal
@@ -14,8 +15,6 @@ from zonal.memory.ridge import GramStatistics
 from zonal.memory.sums import Sums
 from zonal.memory.windowed import WindowedSums
 
-Steps = SumsSteps | RidgeSteps | WindowSteps | KeySteps
-"""A memory in the hands of a kernel."""
 KINDS: dict[type[Memory], tuple[Callable[[Call], Reason], Callable[[Call, Any], Steps]]] = {
     GramStatistics: (ridge_refusal, RidgeSteps),
     WindowedSums: (window_refusal, WindowSteps),
@@ -24,4 +23,4 @@ KINDS: dict[type[Memory], tuple[Callable[[Call], Reason], Callable[[Call, Any], 
 }
 """For each kind of memory that has steps: what they refuse, and the steps."""
 
-__all__ = ["KINDS", "Steps"]
+__all__ = ["KINDS"]

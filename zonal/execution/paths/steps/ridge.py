@@ -10,7 +10,7 @@ from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution.call import Call
 from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, query_scale
-from zonal.execution.paths.steps.base import Compiled, refusal
+from zonal.execution.paths.steps.base import Steps, refusal
 from zonal.kernels.abi import empty
 from zonal.kernels.native import Reason
 from zonal.kernels.op import recorded
@@ -53,7 +53,7 @@ class Sums(NamedTuple):
         return Sums(*(None if x is None else torch.empty_like(x) for x in self))  # type: ignore[arg-type]
 
 
-class RidgeSteps(Compiled):
+class RidgeSteps(Steps):
     """Ridge statistics in the hands of the kernel.
 
     To write all sums at each token takes several times as long as to read them. So the last few tokens stay beside the
@@ -91,16 +91,10 @@ class RidgeSteps(Compiled):
         self._rows: list[Tensor] = []
         self._rows_at: tuple[int, ...] = ()
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """y (B, H, T, P), or None where the environment has switched kernels off or too much fades, and nothing has
-        changed. log_decay: (B or 1, Hkv, T); None: as the operator declares it.
-        """
-        if self._clipped is not None:
-            return self.run(q, multiplied(k, self._clipped), v, log_decay)
-        return self.run(*self.prepared(q, k, v), log_decay)
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().prepared(q, k, v) if self._clipped is None else (q, multiplied(k, self._clipped), v)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """``step`` of queries and keys as the kernel takes them."""
         if self._clipped is None:
             q, k = self._before.featured(q), self._before.featured(k)
         if q.dtype not in DTYPES:
@@ -140,7 +134,6 @@ class RidgeSteps(Compiled):
         return self._count + len(self._rows_at)
 
     def memory(self) -> GramStatistics:
-        """The memory after all steps. Later ones leave it as it is."""
         if self._rows_at:
             batch, heads, kv_heads, dim, value_dim = self._stepper.shape
             pending, after = len(self._rows_at), self._sums.like()

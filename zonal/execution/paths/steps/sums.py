@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
-from zonal.execution.paths.steps.base import Compiled, refusal
+from zonal.execution.paths.steps.base import Steps, refusal
 from zonal.execution.paths.steps.products import Product, by_head, product_of, weights_of
 from zonal.features.serve import powers_of
 from zonal.kernels.decode import FAMILY as SUMS
@@ -30,7 +30,7 @@ def sums_refusal(call: Call) -> Reason:
     return refusal(SUMS, call, ("features", "decayed"), tile.other_anchor)
 
 
-class SumsSteps(Compiled):
+class SumsSteps(Steps):
     """A memory of sums over features in the hands of the kernel, which changes its own copy of them in place.
 
     Raises: BuildError when the kernel does not compile.
@@ -45,7 +45,7 @@ class SumsSteps(Compiled):
         with torch.no_grad():
             if call.raw is not None:
                 found = product_of(bound, call.head_dim, self.scale)
-            self.raw, product = found is not None, found or Product(1.0)
+            self._raw, product = found is not None, found or Product(1.0)
             spec = DecodeSpec(
                 (batch, self.heads, kv_heads, dim if product.maps is None else call.head_dim, value_dim),
                 features.degree, features.lowest, tile.kind_of(call), bound.link.positive, call.include_self,
@@ -59,17 +59,10 @@ class SumsSteps(Compiled):
             None if self._declared is None else self._declared.exp().float().view(1, -1, 1).expand(batch, -1, -1)
         )
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed.
-
-        log_decay: (B or 1, Hkv, T); None: as the operator declares it.
-        """
-        if self.raw:
-            return self.run(q, k, v, log_decay)
-        return self.run(*self.prepared(q, k, v), log_decay)
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (q, k, v) if self._raw else super().prepared(q, k, v)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """``step`` of queries and keys as the kernel takes them."""
         (batch, _, tokens, _), into = q.shape, self._state if self._own else None
         keep = self._keep if log_decay is None else log_decay.exp().float()
         if keep is not None:
@@ -85,8 +78,7 @@ class SumsSteps(Compiled):
         return found[0] if found[0].dtype is self.dtype else found[0].to(self.dtype)
 
     def memory(self) -> Sums:
-        """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
-        self._own = False
+        self._own = False  # the next step writes to a new place
         total = self._total
         if total is not None and self._declared is not None:
             total = total + self._passed * self._declared

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zonal.execution.call import Call
 from zonal.execution.paths import tile
-from zonal.execution.paths.steps.base import Compiled, refusal
+from zonal.execution.paths.steps.base import Steps, refusal
 from zonal.execution.paths.steps.products import by_head, product_of, weights_of
 from zonal.features.serve import powers_of
 from zonal.formula import FORMULAS
@@ -39,16 +39,15 @@ def window_refusal(call: Call) -> Reason:
 
 def _other_kernels(call: Call) -> Reason:
     """The refusal of other kernels in a window and before it than those that the kernel computes."""
-    bound, far, scale = call.bound, far_of(call.bound).bound, None if call.raw is None else call.raw.scale
-    fused = bound.score.fused(call.head_dim, bound.score_params, scale)
-    if fused is None or fused.normalise or tile.code_of(bound.link) != FORMULAS["exp"]:
+    far, fused = far_of(call.bound).bound, call.fused
+    if fused is None or fused.normalise or tile.code_of(call.bound.link) != FORMULAS["exp"]:
         return "the kernel of its window is not the exponential of a plain dot product"
     if product_of(far, call.head_dim, None) is None:
         return f"its far score {type(far.score).__name__} is neither a dot product nor made of features of one layer"
     return None
 
 
-class WindowSteps(Compiled):
+class WindowSteps(Steps):
     """The keys of a window and the sums before it in the hands of the kernel, which changes its own copies of them.
 
     Raises: BuildError when the kernel does not compile.
@@ -56,11 +55,11 @@ class WindowSteps(Compiled):
 
     def __init__(self, call: Call, memory: WindowedSums) -> None:
         super().__init__(call, memory)
-        bound, dim, far = call.bound, call.head_dim, far_of(call.bound)
+        dim, far = call.head_dim, far_of(call.bound)
         batch, kv_heads, _, value_dim = self.sizes
         features = powers_of(far.bound.link)
         with torch.no_grad():
-            fused, product = bound.score.fused(dim, bound.score_params, self.scale), product_of(far.bound, dim, None)
+            fused, product = call.fused, product_of(far.bound, dim, None)
             assert fused is not None
             assert product is not None
             near, scale, key_scale = by_head(fused.scale, self.heads), by_head(product.scale, self.heads), 1.0
@@ -82,8 +81,10 @@ class WindowSteps(Compiled):
         kept, held, opened = memory.tokens, _real(memory.tokens), _real(first)
         self._window = Window(kept.k, kept.v, self._length, held, first.k, first.v, opened)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
-        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k, v
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         assert log_decay is None
         tokens, window = q.shape[2], self._window
         if window.end + tokens > window.k.shape[2]:
@@ -108,7 +109,7 @@ class WindowSteps(Compiled):
         return replace(window, k=moved(window.k), v=moved(window.v), end=self._length)
 
     def memory(self) -> WindowedSums:
-        """The memory after all steps. Later ones leave it as it is: they write behind its keys, and to other sums."""
+        # later steps write behind its keys, and to other sums
         self._own, window = False, self._window
         last = slice(window.end - self._length, window.end)
         tokens = Tokens(window.k[:, :, last], window.v[:, :, last])
