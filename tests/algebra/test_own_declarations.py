@@ -278,3 +278,22 @@ def test_an_own_score_has_its_own_gradients() -> None:
         found = torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).square().sum(), leaves)
         for each, exact in zip(found, expected, strict=True):
             torch.testing.assert_close(each, exact, atol=1e-10, rtol=1e-8)
+
+
+def test_a_score_may_leave_queries_as_they_are() -> None:
+    """Where all heads share one, sums took the keys of such a score unprepared."""
+
+    @dataclass(frozen=True)
+    class Tripled(score.Score):
+        bilinear = True
+
+        def prepare_query(self, q: Tensor, params: score.Params, scale: float | None) -> Tensor:
+            return q
+
+        def prepare_key(self, k: Tensor, params: score.Params) -> Tensor:
+            return 3 * k
+
+    (q, k), v = torch.randn(2, 1, 1, 40, 4).unbind(0), torch.randn(1, 2, 40, 4)
+    operator = zonal.Operator(Tripled(), link.Identity(), anchor.Raw())
+    found = zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    torch.testing.assert_close(found, (3 * q @ k.mT).tril() @ v)

@@ -29,12 +29,16 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Raw(NamedTuple):
-    """Queries, keys and values as they came, and the caller's scale."""
+    """Queries, keys and values as they came, and the caller's scale.
+
+    shared: the queries and keys of one head that all heads share, before they were expanded; or None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float | None
+    shared: tuple[Tensor, Tensor] | None
 
 
 class Prepared(NamedTuple):
@@ -73,7 +77,6 @@ class Call:
 
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1).
     log_decay: (B or 1, Hkv, S) float64 or None; 0 on padding. ``bias`` contains it too, except for anchors that solve.
-    shared: the raw queries and keys of one head that all heads share, before they were expanded; or None.
     marginals: the masses of queries and keys, for anchors that couple queries.
     causal: whether queries have positions at all, declared by the operator or requested by the call.
     held: what the call continues from; None means nothing, and that no memory is returned.
@@ -96,7 +99,6 @@ class Call:
     include_self: bool
     dtype: torch.dtype  # of the result
     head_dim: int  # of queries and keys as they came
-    shared: tuple[Tensor, Tensor] | None = None
     marginals: Marginals | None = None
     held: Held | None = None
     memory: Memory | None = None
@@ -116,7 +118,7 @@ class Call:
 
     def _prepare(self) -> Prepared:
         assert self.raw is not None
-        q, k, v, scale = self.raw
+        q, k, v, scale, _ = self.raw
         compute = torch.promote_types(q.dtype, torch.float32)
         score, params = self.bound.score, self.bound.score_params
         query, key = score.prepare_query(q.to(compute), params, scale), prepared_keys(score, k.to(compute), params)
@@ -296,7 +298,7 @@ def prepare(
         operator=operator,
         bound=bound,
         tags=tags,
-        raw=Raw(q, k, v, None if scale is None else float(scale)),
+        raw=Raw(q, k, v, None if scale is None else float(scale), shared if shared[0] is not q else None),
         prepared=None,
         coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen,
@@ -307,7 +309,6 @@ def prepare(
         include_self=tags.includes_self,
         dtype=q.dtype,
         head_dim=q.shape[3],
-        shared=shared if shared[0] is not q else None,
         marginals=marginals_of(
             operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, masses
         ),
@@ -370,14 +371,14 @@ def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) ->
     if raw is None:
         prepared = Prepared(*map(cut, call.tokens))
     else:
-        raw = Raw(cut(raw.q), cut(raw.k), cut(raw.v), raw.scale)
-    shared = None if call.shared is None else (cut(call.shared[0]), cut(call.shared[1]))
+        shared = None if raw.shared is None else (cut(raw.shared[0]), cut(raw.shared[1]))
+        raw = Raw(cut(raw.q), cut(raw.k), cut(raw.v), raw.scale, shared)
     mask = call.visibility.key_mask
     seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, start:stop], cu_seqlens)
     decay, key_bias = (None if x is None else cut(x) for x in (call.log_decay, call.key_bias))
     return replace(
         call, raw=raw, prepared=prepared, visibility=seen, bias=bias_of(call.bound, seen, decay, key_bias),
-        log_decay=decay, key_bias=key_bias, shared=shared,
+        log_decay=decay, key_bias=key_bias,
     )  # fmt: skip
 
 

@@ -78,11 +78,11 @@ def shared_product(x: Tensor, y: Tensor) -> Tensor:
 class Fused(NamedTuple):
     """A bilinear score for the tile kernels: scale_h f(q) . f(k), with f the identity or x / |x|.
 
-    scale: (H,) or a number.
+    scale: (H,) or a number. By default it is the dot product of vectors that have been prepared.
     """
 
-    normalise: bool
-    scale: Tensor | float
+    normalise: bool = False
+    scale: Tensor | float = 1.0
 
 
 class Clipped(NamedTuple):

@@ -71,7 +71,7 @@ def tiled(call: Call) -> Tensor:
         q, k, v = call.tokens
         scale = None
     else:
-        q, k, v, scale = call.raw
+        q, k, v, scale, _ = call.raw
         k = bound.score.prepare_key(k, bound.score_params)
         q = q.to(call.coefficients.dtype)
     weights, q = bound.score.weighed(q, bound.score_params, k.shape[3], scale, prepared=call.raw is None)

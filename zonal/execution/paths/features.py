@@ -27,7 +27,7 @@ def with_matrix(layers: Layers | None) -> Layers | None:
 def made_by(layers: Layers, call: Call) -> Prepared:
     """Queries and keys that the kernel makes from raw ones, float32. Their features may be products of theirs."""
     assert call.raw is not None
-    q, k, v, _ = call.raw
+    q, k, v = call.raw[:3]
     return Prepared(made(q, layers[0]), made(k, layers[1]), v.to(torch.float32))
 
 

@@ -133,7 +133,7 @@ def _by_kernels(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
         level = height.squeeze(-1)
     fused = call.fused
     if fused is None or call.raw is None or placed.moved:
-        fused, q, k, v = Fused(False, 1.0), placed.q, placed.held.k.to(placed.q), placed.held.v.to(placed.q)
+        fused, q, k, v = Fused(), placed.q, placed.held.k.to(placed.q), placed.held.v.to(placed.q)
     else:
         q, k, v = call.raw[:3]
     code = tile.code_of(bound.link)
@@ -160,7 +160,7 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     if fused is not None and fused.normalise:  # the same for vectors of any length
         q, k = placed.q, keys.k.to(placed.q)
     else:
-        fused, (q, k) = Fused(False, 1.0), _prepared(far, placed.q, keys.k.to(placed.q))
+        fused, (q, k) = Fused(), _prepared(far, placed.q, keys.k.to(placed.q))
     beyond = replace(call, bound=far.bound, coefficients=far.bound.coefficients.to(call.coefficients))
     rows, monomials = link_numbers(beyond, code)
     initial = None if memory is None or memory.count == 0 else memory.state

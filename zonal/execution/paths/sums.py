@@ -91,9 +91,8 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     whole = tokens.length // call.chunk * call.chunk
     done, rest = tokens.span(0, whole), tokens.span(whole, tokens.length).map(torch.clone)
     seen = call.seen(call.q.shape[2], tokens.length, tokens.mask)
-    prepared = Prepared(call.q, done.k, done.v)
     whole_chunks = replace(
-        call, raw=None, prepared=prepared, visibility=seen, bias=Bias(), key_bias=done.key_bias, shared=None
+        call, raw=None, prepared=Prepared(call.q, done.k, done.v), visibility=seen, bias=Bias(), key_bias=done.key_bias
     )
     y, final = _run(whole_chunks, earlier)
     after = carried(earlier, final, tokens)
@@ -103,22 +102,21 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
 
 def _run(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Tensor]:
     """y, and with a memory the state after the last key."""
-    bound, raw, fused = call.bound, call.raw, call.fused
-    code, features = known(bound.link)
-    layers = layers_of(call) if fused is None else None
-    if layers is not None and layers[0].left and not features.trivial:
-        layers = None
-    if fused is not None:
-        q, k, v = call.given
+    raw, fused = call.raw, call.fused
+    code, features = known(call.bound.link)
+    spec = _spec(call, code, features, fused or Fused(), memory is not None)
+    scale = tile.scale_of(fused or Fused(), call.shape.heads, call.device)
+    if fused is not None and raw is not None:
+        q, k, v = raw[:3]
+        if raw.shared is not None and not scale.requires_grad:
+            q, k = raw.shared
     else:
-        fused = Fused(False, 1.0)
-        q, k, v = call.tokens if layers is None else made_by(layers, call)
-    spec = _spec(call, code, features, fused, memory is not None)
-    if layers is not None:
-        spec = replace(spec, left=layers[0].left, nodes=layers[0].nodes)
-    scale = tile.scale_of(fused, call.shape.heads, q.device)
-    if call.shared is not None and raw is not None and q is raw.q and not scale.requires_grad:
-        q, k = call.shared
+        layers = layers_of(call)
+        if layers is None or (layers[0].left and not features.trivial):
+            q, k, v = call.tokens
+        else:
+            q, k, v = made_by(layers, call)
+            spec = replace(spec, left=layers[0].left, nodes=layers[0].nodes)
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     given = SumsInputs(q, k, v, scale, *link_numbers(call, code), initial, before, call.log_decay, call.key_bias)

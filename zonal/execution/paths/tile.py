@@ -180,9 +180,9 @@ def tiled(call: Call) -> Tensor:
     assert code is not None
     fused = call.fused
     if reduction is not None:
-        fused, (q, k), v = Fused(False, reduction.scale), bound.score.reduced(call.q, call.k), call.v
+        fused, (q, k), v = Fused(scale=reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif fused is None or call.raw is None:
-        fused, (q, k, v) = Fused(False, 1.0), prepared(call)
+        fused, (q, k, v) = Fused(), prepared(call)
     else:
         q, k, v = call.raw[:3]
     edges = None if seen.borders is None else seen.borders.to(q.device)
