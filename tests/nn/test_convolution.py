@@ -139,14 +139,15 @@ def test_bad_input_is_refused_by_name(call, words):
         call(ShortConvolution(5, 3))
 
 
-@pytest.mark.parametrize("operator", ["softmax", "linear"])
+@pytest.mark.parametrize("operator", ["softmax", "linear", "local_global(window=3)"])
+@pytest.mark.parametrize("position", [0, 7])
 @torch.no_grad()
-def test_a_row_that_is_only_padding_keeps_its_tail_in_a_merge(operator: str) -> None:
+def test_a_row_that_is_only_padding_keeps_its_tail_in_a_merge(operator: str, position: int) -> None:
     layer = Attention(12, 2, operator, rotary=True, conv=3).double()
     first, second, next_token = (torch.randn(2, length, 12, dtype=torch.float64) for length in (5, 6, 1))
     real = torch.tensor([[True], [False]]).expand(2, 6)
-    start = layer(first, return_memory=True)[1]
-    read = layer(second, key_padding_mask=real, return_memory=True)[1]
+    start = layer(first, layer.empty_memory(2).at(9))[1]
+    read = layer(second, layer.empty_memory(2).at(position), key_padding_mask=real)[1]
     merged = start.merge(read, span="second")
     for memory in (merged, merged.merge(read, span="third").forget("third")):
         torch.testing.assert_close(layer(next_token, memory=memory)[0][1], layer(next_token, memory=start)[0][1])

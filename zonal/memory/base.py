@@ -449,6 +449,11 @@ class Memory(Readable):
     @abc.abstractmethod
     def extended(self, tokens: Tokens) -> "Memory": ...
 
+    @property
+    @abc.abstractmethod
+    def begun(self) -> Tensor:
+        """Which sequences have read a real token, (B,). Where a window has let go of tokens, padding may count, too."""
+
     @abc.abstractmethod
     def copied(self) -> Self:
         """A copy of the whole that shares no storage, without parts."""

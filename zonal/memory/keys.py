@@ -76,6 +76,13 @@ class KeyValues(Memory):
         return self.buffer.room.span(self.begin, self.end)
 
     @property
+    def begun(self) -> Tensor:
+        held = self.tokens
+        if held.mask is None or held.length < self.count:
+            return torch.full((self.form.batch,), self.count > 0, dtype=torch.bool, device=self.form.device)
+        return held.mask.any(1)
+
+    @property
     def biased(self) -> bool:
         """Whether any key has a decay or a bias."""
         return self.buffer.room.log_decay is not None or self.buffer.room.key_bias is not None

@@ -102,6 +102,10 @@ class Summed(Memory):
         return self.count - self.padding
 
     @property
+    def begun(self) -> Tensor:
+        return self.real > 0
+
+    @property
     def unfaded(self) -> float:
         """``count``, or where the past fades at most 1 / (1 - l), with l the geometric mean of the rates of the head
         that fades least.

@@ -61,6 +61,10 @@ class WindowedSums(Memory):
         return cls(operator, form, 0, zero_tokens(operator, form, 0), state, padding, opening)
 
     @property
+    def begun(self) -> Tensor:
+        return self.padding < self.count
+
+    @property
     def reach(self) -> int:
         """How many of the last tokens are kept one by one."""
         return self.operator.anchor.window
