@@ -148,7 +148,8 @@ def add_queries(
     Tiles are transposed: (keys, queries).
 
     Where something fades, key_whole and key_rest are the keys' marks, and for the row anchor lost (keys,) gets
-    sum_t W_ts dy_t . y_t; otherwise all three may be None.
+    sum_t W_ts dy_t . y_t. Otherwise the marks may be None, and lost is a number that is returned as it is (Triton 3.6
+    cannot return None).
     """
     s = first_key + tl.arange(0, KEYS)
     blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
@@ -222,7 +223,7 @@ def keys_kernel(
     begins, stops = (outer, inner, whole), (tl.minimum(inner, stop), whole, stop)
     for i in tl.static_range(3):
         dk_tile, dv_tile, _ = add_queries(
-            dk_tile, dv_tile, None, k_tile, v_tile, key_gain, None, None, begin, begins[i], stops[i], batch, kv_head, q,
+            dk_tile, dv_tile, 0.0, k_tile, v_tile, key_gain, None, None, begin, begins[i], stops[i], batch, kv_head, q,
             dy, q_inverse, factor, delta, scale, coefficients, edges, None, sizes, value, derivative, traits, False,
             QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, i != 1,
         )  # fmt: skip
