@@ -210,3 +210,13 @@ def test_faded_more_than_there_is() -> None:
     object.__setattr__(long, "total", long.total * 2)
     with pytest.raises(ArgumentError, match="not its beginning"):
         short.subtract(long)
+
+
+@torch.no_grad()
+def test_keys_that_are_not_finite_are_named_where_an_inverse_is_kept() -> None:
+    memory = made(m.ska(power=1, chunk=2).double(), dtype=torch.float64)
+    k, v = kv(2, memory)
+    memory.read(k)  # keeps the inverse, which few tokens update
+    k[0, 0, 0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="is not positive definite"):
+        zonal.attention(k, k, v, memory.operator, causal=True, memory=memory)

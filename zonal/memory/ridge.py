@@ -16,7 +16,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.operator import Bound
-from zonal.algebra.primal import contraction, on_heads
+from zonal.algebra.primal import contraction, factorised, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory import marks
 from zonal.memory.base import Form
@@ -341,7 +341,7 @@ class GramStatistics(Summed):
             matrix = inverse.matrix - zp.mT @ (zp / (1 + zp @ z.mT))
         else:
             block = with_ridge(zp @ z.mT, torch.ones((), dtype=z.dtype, device=z.device))
-            half = torch.linalg.solve_triangular(torch.linalg.cholesky(block), zp, upper=False)
+            half = torch.linalg.solve_triangular(factorised(block, "Memory"), zp, upper=False)
             matrix = inverse.matrix - half.mT @ half
         return Inverse(matrix, inverse.age + n, inverse.version)
 
