@@ -451,7 +451,7 @@ class Memory(Readable):
 
     @property
     @abc.abstractmethod
-    def begun(self) -> Tensor:
+    def has_read(self) -> Tensor:
         """Which sequences have read a real token, (B,). Where a window has let go of tokens, padding may count, too."""
 
     @abc.abstractmethod

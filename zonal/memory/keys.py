@@ -76,7 +76,7 @@ class KeyValues(Memory):
         return self.buffer.room.span(self.begin, self.end)
 
     @property
-    def begun(self) -> Tensor:
+    def has_read(self) -> Tensor:
         held = self.tokens
         if held.mask is None or held.length < self.count:
             return torch.full((self.form.batch,), self.count > 0, dtype=torch.bool, device=self.form.device)

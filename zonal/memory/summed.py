@@ -102,7 +102,7 @@ class Summed(Memory):
         return self.count - self.padding
 
     @property
-    def begun(self) -> Tensor:
+    def has_read(self) -> Tensor:
         return self.real > 0
 
     @property

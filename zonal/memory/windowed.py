@@ -61,7 +61,7 @@ class WindowedSums(Memory):
         return cls(operator, form, 0, zero_tokens(operator, form, 0), state, padding, opening)
 
     @property
-    def begun(self) -> Tensor:
+    def has_read(self) -> Tensor:
         return self.padding < self.count
 
     @property

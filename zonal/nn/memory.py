@@ -219,7 +219,8 @@ class LayerMemory:
             )
         check_alike("merge", self.memory, other.memory, free_batch=False)
         if self.tail is not None and other.tail is not None:  # a row that is only padding goes on from this one's tail
-            read = (other.memory.begun & (other.reached() > 0))[:, None, None]
+            # the position tells of padding that a window has let go of, where positions begin at 0
+            read = (other.memory.has_read & (other.reached() > 0))[:, None, None]
             other = dataclasses.replace(other, tail=torch.where(read, other.tail, self.tail))
         memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
         last = other if other.memory.count else self

@@ -1,5 +1,6 @@
-"""What the steps of all memories share: what is refused, and ``Steps`` themselves."""
+"""What the steps of all memories share: what is refused, and the class that each kind completes."""
 
+import abc
 from collections.abc import Callable
 
 import torch
@@ -48,7 +49,7 @@ def unfit(call: Call, kinds: tuple[str, ...], other: Callable[[Call], Reason]) -
     return tile.empty_rows(call)
 
 
-class Steps:
+class Steps(abc.ABC):
     """A memory in the hands of a kernel: its tokens so far, and which tensors a step takes without a new plan."""
 
     def __init__(self, call: Call, memory: Memory) -> None:
@@ -64,9 +65,9 @@ class Steps:
         """Tokens so far, padding included."""
         return self._count
 
+    @abc.abstractmethod
     def memory(self) -> Memory:
         """The memory after all steps. Later ones leave it as it is."""
-        raise NotImplementedError(f"{type(self).__name__}.memory")
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """y (B, H, T, P), or None where the environment has switched kernels off or too much fades, and nothing has
@@ -74,9 +75,9 @@ class Steps:
         """
         return self.run(*self.prepared(q, k, v), log_decay)
 
+    @abc.abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
         """``step`` of tensors that are ``prepared``."""
-        raise NotImplementedError(f"{type(self).__name__}.run")
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         """Whether the kernel runs a step of these tensors with the numbers that it has."""
