@@ -41,9 +41,10 @@ from zonal.kernels.triton.tiles import (
     first_query_past,
     first_query_seeing,
     head_and_block,
+    load_slopes,
+    load_values,
     put_rows,
     real_keys,
-    tile_rows,
     tile_rows_again,
     visible_keys,
     visible_pairs,
@@ -176,15 +177,16 @@ def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr, FIR
 
 
 @triton.jit
-def block_of_keys(edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def block_of_keys(given, traits: tl.constexpr, shape: tl.constexpr):
     """(batch, key head, line, first key, first query that sees one of its keys, blocks of such queries)."""
-    blocks = tl.cdiv(sizes.keys, KEYS)
+    sizes = given.sizes
+    blocks = tl.cdiv(sizes.keys, shape.keys)
     line = tl.program_id(0) // blocks
     kv_heads = sizes.heads // sizes.groups
-    begin = tl.program_id(0) % blocks * KEYS
-    last = tl.minimum(begin + KEYS, sizes.keys) - 1
-    start = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
-    steps = tl.maximum(tl.cdiv(first_query_past(last, edges, sizes, traits) - start, QUERIES), 0)
+    begin = tl.program_id(0) % blocks * shape.keys
+    last = tl.minimum(begin + shape.keys, sizes.keys) - 1
+    start = first_query_seeing(begin, given, traits) // shape.queries * shape.queries
+    steps = tl.maximum(tl.cdiv(first_query_past(last, given, traits) - start, shape.queries), 0)
     return line // kv_heads, line % kv_heads, line, begin, start, steps
 
 
@@ -196,133 +198,127 @@ def block_of_queries(index, kv_head, start, steps, sizes, traits: tl.constexpr, 
 
 
 @triton.jit
-def keys_seen(s, first, edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr):
+def keys_seen(s, first, given, traits: tl.constexpr, QUERIES: tl.constexpr):
     """Which of the keys s a block of queries sees, (keys, queries)."""
-    lo, hi = visible_keys(tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1), edges, sizes, traits)
+    lo, hi = visible_keys(tl.minimum(first + tl.arange(0, QUERIES), given.sizes.queries - 1), given, traits)
     return between(s[:, None], lo[None, :], hi[None, :], traits)
 
 
 @triton.jit
 def distance_values_kernel(
-    q, k, dy, dv, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
-    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, k, dy, dv, factor, delta, query_notes, key_notes, weights, coefficients, given, metric: tl.constexpr,
+    traits: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys, summed over queries of all heads that share it. Tiles are transposed: (keys, queries)."""
-    batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
+    batch, kv_head, line, begin, start, steps = block_of_keys(given, traits, shape)
+    sizes = given.sizes
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
-    k_tiles = part_tiles(a, metric, KEYS)
-    s = begin + tl.arange(0, KEYS)
-    total = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    k_tiles = part_tiles(a, metric, shape.keys)
+    s = begin + tl.arange(0, shape.keys)
+    total = tl.zeros([shape.keys, shape.value_width], tl.float32)
     for index in tl.range(0, steps * sizes.groups, disable_licm=True):
-        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, QUERIES)
+        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, shape.queries)
         query_line = batch * sizes.heads + head
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
-        weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
-        x = tile_of(a, b, k_tiles, part_tiles(b, metric, QUERIES), weighs, metric, KEYS, QUERIES, True)[0]
+        weighs = weights_of(weights, query_line, first, sizes.queries, metric, shape.queries)
+        x = tile_of(
+            a, b, k_tiles, part_tiles(b, metric, shape.queries), weighs, metric, shape.keys, shape.queries, True
+        )[0]
         if metric.waves > 0:
             x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
-        dy_tile = tile_rows(
-            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
-        )
-        kept = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)[0]
-        visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
+        dy_tile = load_slopes(dy, batch, head, first, given, traits, shape, True)
+        kept = row_terms(factor, delta, query_line, first, sizes.queries, traits, shape.queries)[0]
+        visible = keys_seen(s, first, given, traits, shape.queries)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
         total = added(weight, dy_tile, total, traits)
     if traits.key_mask:
         # rows of the gradient are apart, so a key nobody sees is struck out here and not in every tile
-        total = tl.where(real_keys(begin, batch, key_mask, sizes, KEYS)[:, None], total, 0.0)
-    put_rows(dv, total, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+        total = tl.where(real_keys(begin, batch, given, shape.keys)[:, None], total, 0.0)
+    put_rows(dv, total, batch, kv_head, begin, sizes.keys, sizes.value_dim, shape.keys, shape.value_width)
 
 
 @triton.jit
 def distance_keys_kernel(
-    q, k, v, dy, dk, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
-    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    q, k, v, dy, dk, factor, delta, query_notes, key_notes, weights, coefficients, given, metric: tl.constexpr,
+    traits: tl.constexpr, shape: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys, for parts FIRST to LAST only, as all parts together would not fit in registers."""
-    batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
+    batch, kv_head, line, begin, start, steps = block_of_keys(given, traits, shape)
+    sizes = given.sizes
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
-    k_tiles = part_tiles(a, metric, KEYS)
-    v_tile = tile_rows(
-        v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
-    )
-    s = begin + tl.arange(0, KEYS)
-    sums = nothing(metric, KEYS, FIRST, LAST)
+    k_tiles = part_tiles(a, metric, shape.keys)
+    v_tile = load_values(v, batch, kv_head, begin, given, traits, shape, True)
+    s = begin + tl.arange(0, shape.keys)
+    sums = nothing(metric, shape.keys, FIRST, LAST)
     for index in tl.range(0, steps * sizes.groups, disable_licm=True):
-        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, QUERIES)
+        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, shape.queries)
         query_line = batch * sizes.heads + head
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
-        q_tiles = part_tiles(b, metric, QUERIES)
-        weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
-        found = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True, FIRST, LAST)
+        q_tiles = part_tiles(b, metric, shape.queries)
+        weighs = weights_of(weights, query_line, first, sizes.queries, metric, shape.queries)
+        found = tile_of(a, b, k_tiles, q_tiles, weighs, metric, shape.keys, shape.queries, True, FIRST, LAST)
         x = found[0]
         if metric.waves > 0:
             turned = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
             x = turned[0]
-        dy_tile = tile_rows(
-            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
-        )
-        kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
-        visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
+        dy_tile = load_slopes(dy, batch, head, first, given, traits, shape, True)
+        kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, shape.queries)
+        visible = keys_seen(s, first, given, traits, shape.queries)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
         dp = multiplied(v_tile, tl.trans(dy_tile))
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
             dx = dx * turned[1]
-        sums = pull(sums, dx, weighs, found[1], a, b, q_tiles, metric, KEYS, QUERIES, True, FIRST, LAST)
+        sums = pull(sums, dx, weighs, found[1], a, b, q_tiles, metric, shape.keys, shape.queries, True, FIRST, LAST)
     keep = s < sizes.keys
     if traits.key_mask:
-        keep = real_keys(begin, batch, key_mask, sizes, KEYS)
-    put_points(dk, sums, a, keep, metric, KEYS, FIRST, LAST)
+        keep = real_keys(begin, batch, given, shape.keys)
+    put_points(dk, sums, a, keep, metric, shape.keys, FIRST, LAST)
 
 
 @triton.jit
 def distance_queries_kernel(
-    q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask,
-    edges, sizes, metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, given,
+    metric: tl.constexpr, traits: tl.constexpr, shape: tl.constexpr, LEARNED: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, for parts FIRST to LAST, and the gradient of their weights (B, H, T, terms).
 
     If LEARNED also its part of dcoefficients (B, H, blocks, 3 waves).
     """
-    blocks = tl.cdiv(sizes.queries, QUERIES)
+    sizes = given.sizes
+    blocks = tl.cdiv(sizes.queries, shape.queries)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
     kv_head = head // sizes.groups
     block = blocks - 1 - tl.program_id(0) % blocks
-    begin = block * QUERIES
-    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
-    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
-    lo, hi = visible_keys(t, edges, sizes, traits)
-    start = visible_keys(begin, edges, sizes, traits)[0] // KEYS * KEYS
-    stop = visible_keys(last, edges, sizes, traits)[1]
+    begin = block * shape.queries
+    last = tl.minimum(begin + shape.queries, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, shape.queries), last)
+    lo, hi = visible_keys(t, given, traits)
+    start = visible_keys(begin, given, traits)[0] // shape.keys * shape.keys
+    stop = visible_keys(last, given, traits)[1]
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
-    q_tiles = part_tiles(a, metric, QUERIES)
-    dy_tile = tile_rows(
-        dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
-    )
-    kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
+    q_tiles = part_tiles(a, metric, shape.queries)
+    dy_tile = load_slopes(dy, batch, head, begin, given, traits, shape, True)
+    kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, shape.queries)
     kept, taken = kept[:, None], taken[:, None]
-    weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
-    of_product = tl.zeros([QUERIES], tl.float32)
+    weighs = weights_of(weights, line, begin, sizes.queries, metric, shape.queries)
+    of_product = tl.zeros([shape.queries], tl.float32)
     of_waves = ()
     for _ in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
-        of_waves = of_waves + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
+        of_waves = of_waves + (tl.zeros([shape.queries], tl.float32),)  # noqa: RUF005
     c = coefficients + head * 3 * metric.waves
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
-    sums = nothing(metric, QUERIES, FIRST, LAST)
-    for first in tl.range(start, stop, KEYS, disable_licm=True):
+    sums = nothing(metric, shape.queries, FIRST, LAST)
+    for first in tl.range(start, stop, shape.keys, disable_licm=True):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
-        k_tiles = part_tiles(b, metric, KEYS)
-        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS, False, FIRST, LAST)
+        k_tiles = part_tiles(b, metric, shape.keys)
+        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, shape.queries, shape.keys, False, FIRST, LAST)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, c, metric.waves)
-        visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
-        v_tile = tile_rows(
-            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
-        )
+        visible = visible_pairs(x, first, lo, hi, batch, given, traits, shape.keys, True)
+        v_tile = load_values(v, batch, kv_head, first, given, traits, shape, True)
         weight = tile_backward.weights(x * LOG2E, kept, visible, c, None, traits, True)
         dp = multiplied(dy_tile, tl.trans(v_tile))
         dx = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)[0]
@@ -331,8 +327,8 @@ def distance_queries_kernel(
                 of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
             dx = dx * turned
         of_product += tl.sum(dx * whole, 1)
-        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS, False, FIRST, LAST)
-    place = begin + tl.arange(0, QUERIES)
+        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, shape.queries, shape.keys, False, FIRST, LAST)
+    place = begin + tl.arange(0, shape.queries)
     row = dweights + (tl.cast(line, tl.int64) * sizes.queries + place) * metric.weights
     for f in tl.static_range(FIRST, LAST):
         tl.store(row + f, sums[f - FIRST][3], mask=place < sizes.queries)
@@ -341,7 +337,7 @@ def distance_queries_kernel(
     part = tl.cast(line, tl.int64) * blocks + block
     for j in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))
-    put_points(dq, sums, a, place < sizes.queries, metric, QUERIES, FIRST, LAST)
+    put_points(dq, sums, a, place < sizes.queries, metric, shape.queries, FIRST, LAST)
 
 
 @triton.jit
@@ -369,34 +365,24 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
         call = distance_tiles.call(inputs, spec)
-        metric, own = call.metric, call.tiles
+        metric = call.metric
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
         points, values, slope = (tiles.rows_of(q), tiles.rows_of(k)), tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
-        rest = (
-            factor,
-            delta,
-            call.query_notes,
-            call.key_notes,
-            call.weights,
-            coefficients,
-            own.key_mask,
-            own.edges,
-            own.sizes,
-        )
+        rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, call.tiles.given
         tiling = distance_tiles.choose("values", q, v, metric)
         common = (*points, slope, tiles.rows_of(dv), *rest)
         tiles.launch(
             distance_values_kernel,
             kv_heads * tiles.ceil_div(k.shape[2], tiling.keys),
             common,
-            distance_tiles.constants(call, tiling, v),
+            distance_tiles.constants(call, tiling, q, v),
             tiling,
         )
         dweights = torch.empty(batch, heads, queries, metric.weights, dtype=torch.float32, device=q.device)
         parts = None
         for first, last in metric.groups:
             tiling = distance_tiles.choose("keys", q, v, metric)
-            which = {**distance_tiles.constants(call, tiling, v), "FIRST": first, "LAST": last}
+            which = {**distance_tiles.constants(call, tiling, q, v), "FIRST": first, "LAST": last}
             common = (*points, values, slope, tiles.rows_of(dk), *rest)
             tiles.launch(
                 distance_keys_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, which, tiling
@@ -404,7 +390,7 @@ def backward(
             tiling = distance_tiles.choose("queries", q, v, metric)
             blocks = tiles.ceil_div(queries, tiling.queries)
             which = {
-                **distance_tiles.constants(call, tiling, v),
+                **distance_tiles.constants(call, tiling, q, v),
                 "FIRST": first,
                 "LAST": last,
                 "LEARNED": learned and metric.waves > 0 and not first,

@@ -16,71 +16,81 @@ from zonal.kernels.op import Results
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton.distance_tiles import added, part_tiles, tile_of, waves, weights_of
 from zonal.kernels.triton.forward import DECODE_QUERIES, combine, exponentials, row_factor, splits_of
-from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys, visible_pairs
+from zonal.kernels.triton.tiles import LOG2E, load_values, put_rows, visible_keys, visible_pairs
 
 
 @triton.jit
 def distance_forward_kernel(
-    q, k, v, y, factor, totals, masses, tops, query_notes, key_notes, weights, coefficients, key_mask, key_counts,
-    edges, sizes, splits, length, metric: tl.constexpr, traits: tl.constexpr, SPLIT: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    q, k, v, y, factor, totals, masses, tops, query_notes, key_notes, weights, coefficients, given, splits, length,
+    metric: tl.constexpr, traits: tl.constexpr, shape: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head.
 
     SPLIT: only keys [i length, (i + 1) length), whose sums go to totals (B, H, T, splits, P), masses and tops.
     """
-    blocks = tl.cdiv(sizes.queries, QUERIES)
+    sizes = given.sizes
+    blocks = tl.cdiv(sizes.queries, shape.queries)
     split = tl.program_id(0) % splits
     index = tl.program_id(0) // splits
     line = index // blocks
     batch, head = line // sizes.heads, line % sizes.heads
     kv_head = head // sizes.groups
     # causal blocks with many keys first: they end last
-    begin = (blocks - 1 - index % blocks) * QUERIES
-    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
-    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
-    lo, hi = visible_keys(t, edges, sizes, traits)
-    start = visible_keys(begin, edges, sizes, traits)[0] // KEYS * KEYS
-    stop = visible_keys(last, edges, sizes, traits)[1]
+    begin = (blocks - 1 - index % blocks) * shape.queries
+    last = tl.minimum(begin + shape.queries, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, shape.queries), last)
+    lo, hi = visible_keys(t, given, traits)
+    start = visible_keys(begin, given, traits)[0] // shape.keys * shape.keys
+    stop = visible_keys(last, given, traits)[1]
     if SPLIT:
         start = tl.maximum(start, split * length)
         stop = tl.minimum(stop, split * length + length)
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
-    q_tiles = part_tiles(a, metric, QUERIES)
-    weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
+    q_tiles = part_tiles(a, metric, shape.queries)
+    weighs = weights_of(weights, line, begin, sizes.queries, metric, shape.queries)
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
-    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([shape.queries, shape.value_width], tl.float32)
+    mass = tl.zeros([shape.queries], tl.float32)
+    top = tl.full([shape.queries], float("-inf"), tl.float32)
     # one loop over all tiles, whether they need a mask or not: beside the distances it costs little
-    for first in tl.range(start, stop, KEYS, disable_licm=True):
+    for first in tl.range(start, stop, shape.keys, disable_licm=True):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
-        x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS, False)[0]
+        x = tile_of(a, b, q_tiles, part_tiles(b, metric, shape.keys), weighs, metric, shape.queries, shape.keys, False)[
+            0
+        ]
         if metric.waves > 0:
             x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
-        visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
+        visible = visible_pairs(x, first, lo, hi, batch, given, traits, shape.keys, True)
         x = tl.where(visible, x * LOG2E, float("-inf"))
-        v_tile = tile_rows(
-            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
-        )
+        v_tile = load_values(v, batch, kv_head, first, given, traits, shape, True)
         weight, total, mass, top = exponentials(x, total, mass, top, traits)
         total = added(weight, v_tile, total, traits)
-    place = begin + tl.arange(0, QUERIES)
+    place = begin + tl.arange(0, shape.queries)
     inside = place < sizes.queries
     slot = tl.cast(line, tl.int64) * sizes.queries + place
     if SPLIT:
         slot = slot * splits + split
         tl.store(masses + slot, mass, mask=inside)
         tl.store(tops + slot, top, mask=inside)
-        column = tl.arange(0, VALUE_WIDTH)
+        column = tl.arange(0, shape.value_width)
         tl.store(
             totals + slot[:, None] * sizes.value_dim + column[None, :],
             total,
             mask=inside[:, None] & (column < sizes.value_dim)[None, :],
         )
     else:
-        row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
-        put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
+        row, kept = row_factor(mass, top, lo, hi, batch, given, traits)
+        put_rows(
+            y,
+            total * row[:, None],
+            batch,
+            head,
+            begin,
+            sizes.queries,
+            sizes.value_dim,
+            shape.queries,
+            shape.value_width,
+        )
         tl.store(factor + slot, kept, mask=inside)
 
 
@@ -114,8 +124,8 @@ def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
             distance_forward_kernel,
             programs * splits,
             (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, totals, masses, tops, call.query_notes, call.key_notes,
-             call.weights, coefficients, own.key_mask, own.key_counts, own.edges, own.sizes, splits, length),
-            {**distance_tiles.constants(call, tiling, v), "SPLIT": splits > 1},
+             call.weights, coefficients, own.given, splits, length),
+            {**distance_tiles.constants(call, tiling, q, v), "SPLIT": splits > 1},
             tiling,
         )  # fmt: skip
         if splits > 1:

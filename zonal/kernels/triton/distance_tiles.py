@@ -514,12 +514,9 @@ def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
     )
 
 
-def constants(call: DistanceCall, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
+def constants(call: DistanceCall, tiling: tiles.Tiling, q: Tensor, v: Tensor) -> dict[str, Any]:
     """What both passes' kernels are compiled for."""
-    return {
-        "metric": call.metric, "traits": call.tiles.traits, "QUERIES": tiling.queries, "KEYS": tiling.keys,
-        "VALUE_WIDTH": padded(v.shape[3]),
-    }  # fmt: skip
+    return {"metric": call.metric, "traits": call.tiles.traits, "shape": tiles.shape(tiling, q, v)}
 
 
 __all__ = ["DistanceCall", "Metric", "Part", "call", "choose", "constants", "metric_of", "noted"]

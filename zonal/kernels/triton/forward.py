@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.abi import plain
 from zonal.kernels.op import Results
 from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import tiles
@@ -22,11 +21,13 @@ from zonal.kernels.triton.tiles import (
     Tiling,
     as_multiplied,
     key_ranges,
+    load_keys,
+    load_queries,
+    load_values,
     log2_kernel,
     put_rows,
     row_numbers,
     scores,
-    tile_rows,
     visible_keys,
     visible_pairs,
     weighted,
@@ -57,27 +58,25 @@ def exponentials(x, total, mass, top, traits: tl.constexpr):
 
 @triton.jit
 def absorb(
-    total, mass, top, q, gain, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-    value: tl.constexpr, traits: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    CUT: tl.constexpr,
+    total, mass, top, q, gain, lo, hi, begin, stop, batch, kv_head, k, v, c, given, value: tl.constexpr,
+    traits: tl.constexpr, shape: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, stop) to the sums of a block of queries.
 
     total (rows, P) = sum K v; mass (rows,) = sum K for a row anchor; top (rows,) = the subtracted maximum of log2 K.
     CUT: the tiles hold keys that some query does not see.
     """
+    sizes = given.sizes
     line = batch * (sizes.heads // sizes.groups) + kv_head
-    for first in tl.range(begin, stop, KEYS):
-        k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
-        v_tile = tile_rows(
-            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
-        )
+    for first in tl.range(begin, stop, shape.keys):
+        k_tile = load_keys(k, batch, kv_head, first, given, traits, shape, CUT)
+        v_tile = load_values(v, batch, kv_head, first, given, traits, shape, CUT)
         key_gain = 1.0
         if traits.normalise:
-            key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
+            key_gain = row_numbers(given.k_inverse, line, first, sizes.keys, shape.keys, 0.0)[None, :]
         x = scores(q, k_tile, gain, key_gain, traits)
         if CUT or traits.key_mask:
-            visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT)
+            visible = visible_pairs(x, first, lo, hi, batch, given, traits, shape.keys, CUT)
         if traits.log:
             x = log2_kernel(x, c, value, traits)
             if CUT or traits.key_mask:
@@ -96,7 +95,7 @@ def absorb(
 
 
 @triton.jit
-def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr):
+def row_factor(mass, top, lo, hi, batch, given, traits: tl.constexpr):
     """(factor of total, number for backward). They are equal, but a log link with the row anchor keeps log-sum-exp."""
     if traits.anchor == "row":
         empty = tl.abs(mass) < SMALLEST
@@ -106,7 +105,7 @@ def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr
             kept = tl.where(mass > 0, (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, float("inf"))
     elif traits.anchor == "count":
         if traits.key_mask:
-            line = key_counts + tl.cast(batch, tl.int64) * (sizes.keys + 1)
+            line = given.key_counts + tl.cast(batch, tl.int64) * (given.sizes.keys + 1)
             count = tl.load(line + tl.maximum(hi, 0)) - tl.load(line + lo)
         else:
             count = hi - lo
@@ -120,103 +119,102 @@ def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr
 
 
 @triton.jit
-def forward_kernel(
-    q, k, v, y, factor, scale, coefficients, q_inverse, k_inverse, key_mask, key_counts, edges, sizes,
-    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
-    """One block of queries of one head. STRIDE: numbers a head in ``coefficients``."""
-    blocks = tl.cdiv(sizes.queries, QUERIES)
+def forward_kernel(q, k, v, y, factor, given, value: tl.constexpr, traits: tl.constexpr, shape: tl.constexpr):
+    """One block of queries of one head."""
+    sizes = given.sizes
+    blocks = tl.cdiv(sizes.queries, shape.queries)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
     kv_head = head // sizes.groups
     # causal blocks with many keys first: they end last
-    begin = (blocks - 1 - tl.program_id(0) % blocks) * QUERIES
-    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
-    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
-    lo, hi = visible_keys(t, edges, sizes, traits)
-    lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
-    lo_last, hi_last = visible_keys(last, edges, sizes, traits)
-    c = coefficients + head * STRIDE
-    q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
-    gain = tl.load(scale + head)
+    begin = (blocks - 1 - tl.program_id(0) % blocks) * shape.queries
+    last = tl.minimum(begin + shape.queries, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, shape.queries), last)
+    lo, hi = visible_keys(t, given, traits)
+    lo_first, hi_first = visible_keys(begin, given, traits)
+    lo_last, hi_last = visible_keys(last, given, traits)
+    c = given.coefficients + head * traits.stride
+    q_tile = load_queries(q, batch, head, begin, given, traits, shape, True)
+    gain = tl.load(given.scale + head)
     if traits.bits:
         gain = gain * LOG2E
     if traits.normalise:
-        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
-    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    begins, stops = key_ranges(lo_first // KEYS * KEYS, hi_first, lo_last, hi_last, traits, KEYS)
+        gain = (gain * row_numbers(given.q_inverse, line, begin, sizes.queries, shape.queries, 0.0))[:, None]
+    total = tl.zeros([shape.queries, shape.value_width], tl.float32)
+    mass = tl.zeros([shape.queries], tl.float32)
+    top = tl.full([shape.queries], float("-inf"), tl.float32)
+    begins, stops = key_ranges(lo_first // shape.keys * shape.keys, hi_first, lo_last, hi_last, traits, shape.keys)
     for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         total, mass, top = absorb(
-            total, mass, top, q_tile, gain, lo, hi, begins[i], stops[i], batch, kv_head, k, v, k_inverse, key_mask, c,
-            sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
+            total, mass, top, q_tile, gain, lo, hi, begins[i], stops[i], batch, kv_head, k, v, c, given, value,
+            traits, shape, i != 1,
         )  # fmt: skip
-    row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
-    put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
-    place = begin + tl.arange(0, QUERIES)
+    row, kept = row_factor(mass, top, lo, hi, batch, given, traits)
+    put_rows(
+        y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, shape.queries, shape.value_width
+    )
+    place = begin + tl.arange(0, shape.queries)
     tl.store(factor + tl.cast(line, tl.int64) * sizes.queries + place, kept, mask=place < sizes.queries)
 
 
 @triton.jit
 def decode_kernel(
-    q, k, v, totals, masses, tops, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes, splits, length,
-    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    q, k, v, totals, masses, tops, given, splits, length, value: tl.constexpr, traits: tl.constexpr,
+    shape: tl.constexpr,
 ):  # fmt: skip
-    """Keys [i length, (i + 1) length) of one key head, for up to QUERIES rows of all query heads that share it.
+    """Keys [i length, (i + 1) length) of one key head, for up to shape.queries rows of all query heads that share it.
 
     Row r is head r // T, query r % T.
 
     totals (B, H, T, splits, P), masses and tops (B, H, T, splits): the partial sums.
     """
+    sizes = given.sizes
     rows = sizes.groups * sizes.queries
-    blocks = tl.cdiv(rows, QUERIES)
+    blocks = tl.cdiv(rows, shape.queries)
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits % blocks
     line = tl.program_id(0) // splits // blocks
     kv_heads = sizes.heads // sizes.groups
     batch, kv_head = line // kv_heads, line % kv_heads
-    row = block * QUERIES + tl.arange(0, QUERIES)
+    row = block * shape.queries + tl.arange(0, shape.queries)
     inside = row < rows
     row = tl.minimum(row, rows - 1)
     head, t = kv_head * sizes.groups + row // sizes.queries, row % sizes.queries
-    lo, hi = visible_keys(t, edges, sizes, traits)
-    lo_first, hi_first = visible_keys(tl.min(t, 0), edges, sizes, traits)
-    lo_last, hi_last = visible_keys(tl.max(t, 0), edges, sizes, traits)
-    column = tl.arange(0, KEY_WIDTH)
+    lo, hi = visible_keys(t, given, traits)
+    lo_first, hi_first = visible_keys(tl.min(t, 0), given, traits)
+    lo_last, hi_last = visible_keys(tl.max(t, 0), given, traits)
+    column = tl.arange(0, shape.key_width)
     start = q.start + tl.cast(batch, tl.int64) * q.batch + head.to(tl.int64) * q.head + t.to(tl.int64) * q.row
     q_tile = tl.load(
         start[:, None] + column.to(tl.int64)[None, :] * q.column,
         mask=inside[:, None] & (column < sizes.key_dim)[None, :],
         other=0.0,
     )
-    gain = tl.load(scale + head)
+    gain = tl.load(given.scale + head)
     if traits.bits:
         gain = gain * LOG2E
     slot = (tl.cast(batch, tl.int64) * sizes.heads + head) * sizes.queries + t
     if traits.normalise:
-        gain = gain * tl.load(q_inverse + slot)
+        gain = gain * tl.load(given.q_inverse + slot)
     # the rows have different heads: a column of pointers stands for one
-    c = (coefficients + head * STRIDE)[:, None]
-    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
-    mass = tl.zeros([QUERIES], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    begin = tl.maximum(split * length, lo_first // KEYS * KEYS)
+    c = (given.coefficients + head * traits.stride)[:, None]
+    total = tl.zeros([shape.queries, shape.value_width], tl.float32)
+    mass = tl.zeros([shape.queries], tl.float32)
+    top = tl.full([shape.queries], float("-inf"), tl.float32)
+    begin = tl.maximum(split * length, lo_first // shape.keys * shape.keys)
     stop = tl.minimum(split * length + length, hi_last)
-    inner = tl.minimum(tl.maximum(begin, tl.cdiv(lo_last, KEYS) * KEYS), tl.maximum(begin, stop))
-    whole = tl.maximum(inner, tl.minimum(stop, hi_first) // KEYS * KEYS)
+    inner = tl.minimum(tl.maximum(begin, tl.cdiv(lo_last, shape.keys) * shape.keys), tl.maximum(begin, stop))
+    whole = tl.maximum(inner, tl.minimum(stop, hi_first) // shape.keys * shape.keys)
     begins, stops = (begin, inner, whole), (inner, whole, stop)
     for i in tl.static_range(tl.constexpr(0 if traits.edged else 1), 3):
         total, mass, top = absorb(
             total, mass, top, q_tile, gain[:, None], lo, hi, begins[i], stops[i], batch, kv_head, k, v,
-            k_inverse, key_mask, c, sizes, value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, i != 1,
+            c, given, value, traits, shape, i != 1,
         )  # fmt: skip
     part = slot * splits + split
     tl.store(masses + part, mass, mask=inside)
     tl.store(tops + part, top, mask=inside)
-    column = tl.arange(0, VALUE_WIDTH)
+    column = tl.arange(0, shape.value_width)
     tl.store(
         totals + part[:, None] * sizes.value_dim + column[None, :],
         total,
@@ -226,20 +224,11 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    totals,
-    masses,
-    tops,
-    y,
-    factor,
-    key_counts,
-    edges,
-    sizes,
-    splits,
-    traits: tl.constexpr,
-    SPLITS: tl.constexpr,
+    totals, masses, tops, y, factor, given, splits, traits: tl.constexpr, SPLITS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """One row: the sum of its splits' sums, y and the factor."""
+    sizes = given.sizes
     row = tl.program_id(0)
     line, t = row // sizes.queries, row % sizes.queries
     part = tl.arange(0, SPLITS)
@@ -254,9 +243,9 @@ def combine_kernel(
         keep = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
         mass = mass * keep
         total = total * keep[:, None]
-    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo, hi = visible_keys(t, given, traits)
     batch = line // sizes.heads
-    scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, batch, key_counts, sizes, traits)
+    scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, batch, given, traits)
     start = (
         y.start
         + tl.cast(batch, tl.int64) * y.batch
@@ -279,55 +268,41 @@ def forward(inputs: TileInputs, spec: TileSpec) -> Results:
     """
     inputs = tiles.levelled(inputs, spec.normalise)[0]
     q, k, v = inputs[:3]
-    scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=q.dtype, device=q.device)
     factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
         call = tiles.call(inputs, spec)
         if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
-            decode(q, k, v, scale, coefficients, call, y, factor)
+            decode(q, k, v, call, y, factor)
         else:
             tiling = tiles.choose("forward", q, v, call.traits)
             tiles.launch(
                 forward_kernel,
                 batch * heads * tiles.ceil_div(queries, tiling.queries),
-                (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, scale, coefficients,
-                 call.q_inverse, call.k_inverse, call.key_mask, call.key_counts, call.edges, call.sizes),
-                {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v),
-                 "STRIDE": coefficients.shape[1]},
+                (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.given),
+                {"value": call.functions.value, "traits": call.traits, "shape": tiles.shape(tiling, q, v)},
                 tiling,
-            )  # fmt: skip
+            )
     return y, factor, q.new_empty(0)
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    coefficients: Tensor,
-    call: tiles.TileCall,
-    y: Tensor,
-    factor: Tensor,
-) -> None:
+def decode(q: Tensor, k: Tensor, v: Tensor, call: tiles.TileCall, y: Tensor, factor: Tensor) -> None:
     """Fill y and factor for few queries: each program takes some of the keys for all query heads that share them."""
     batch, heads, queries, _ = q.shape
     tiling = tiles.choose("decode", q, v, call.traits)
-    tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.sizes.groups * queries)))
-    programs = batch * k.shape[1] * tiles.ceil_div(call.sizes.groups * queries, tiling.queries)
+    tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.given.sizes.groups * queries)))
+    programs = batch * k.shape[1] * tiles.ceil_div(call.given.sizes.groups * queries, tiling.queries)
     splits, length = splits_of(programs, k.shape[2], tiling.keys)
     totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
     masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
-    widths = tiles.widths(tiling, q, v)
     tiles.launch(
         decode_kernel,
         programs * splits,
-        (*(tiles.rows_of(x) for x in (q, k, v)), totals, masses, tops, scale, coefficients,
-         call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes, splits, length),
-        {"value": call.functions.value, "traits": call.traits, **widths, "STRIDE": coefficients.shape[1]},
+        (*(tiles.rows_of(x) for x in (q, k, v)), totals, masses, tops, call.given, splits, length),
+        {"value": call.functions.value, "traits": call.traits, "shape": tiles.shape(tiling, q, v)},
         tiling,
-    )  # fmt: skip
+    )
     combine(totals, masses, tops, y, factor, call)
 
 
@@ -344,7 +319,7 @@ def combine(totals: Tensor, masses: Tensor, tops: Tensor, y: Tensor, factor: Ten
     tiles.launch(
         combine_kernel,
         math.prod(rows),
-        (totals, masses, tops, tiles.rows_of(y), factor, call.key_counts, call.edges, call.sizes, splits),
+        (totals, masses, tops, tiles.rows_of(y), factor, call.given, splits),
         {"traits": call.traits, "SPLITS": power_of_two(splits), "VALUE_WIDTH": padded(value_dim)},
         Tiling(1, splits, 4, 1),
     )

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.abi import plain
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import sums_layout, tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.sums_layout import Borders, Layout
-from zonal.kernels.triton.tiles import Tiling, Traits, row_numbers, weighted
+from zonal.kernels.triton.tiles import TileShape, Tiling, Traits, row_numbers, weighted
 
 
 class Place(NamedTuple):
@@ -54,33 +53,37 @@ def columns(x, batch, head, first, there, column, width, ROWS: tl.constexpr, WID
 
 
 @triton.jit
-def strip_blocks(place, strip, BLOCK: tl.constexpr, LEFT: tl.constexpr):
-    """(first coordinate on the left, on the right, how often a product counts) of a strip: LEFT rows of a pair."""
-    pair = strip // (BLOCK // LEFT)
+def strip_blocks(place, strip, shape: tl.constexpr):
+    """(first coordinate on the left, on the right, how often a product counts) of a strip, a part of a pair."""
+    pair = strip // (shape.block // shape.left)
     left, right = tl.load(place.left + pair), tl.load(place.right + pair)
-    return left * BLOCK + strip % (BLOCK // LEFT) * LEFT, right * BLOCK, tl.where(left == right, 1.0, 2.0)
-
-
-@triton.jit
-def products(a, b, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(ROWS, LEFT BLOCK): a_i b_j of each row."""
-    return tl.reshape(a[:, :, None] * b[:, None, :], [ROWS, LEFT * BLOCK])
-
-
-@triton.jit
-def places(place, line, border, row, width, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """(addresses (ROWS, VALUE_WIDTH) of rows of the sums from ``row`` on, their mask)."""
-    start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + row * width
-    column = tl.arange(0, VALUE_WIDTH)
-    return start + (tl.arange(0, ROWS)[:, None] * width + column[None, :]), tl.broadcast_to(
-        (column < width)[None, :], [ROWS, VALUE_WIDTH]
+    return (
+        left * shape.block + strip % (shape.block // shape.left) * shape.left,
+        right * shape.block,
+        tl.where(left == right, 1.0, 2.0),
     )
 
 
 @triton.jit
-def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr):
+def products(a, b, shape: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS, shape.left shape.block): a_i b_j of each row."""
+    return tl.reshape(a[:, :, None] * b[:, None, :], [ROWS, shape.features])
+
+
+@triton.jit
+def places(place, line, border, row, width, shape: tl.constexpr, ROWS: tl.constexpr):
+    """(addresses (ROWS, shape.value_width) of rows of the sums from ``row`` on, their mask)."""
+    start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + row * width
+    column = tl.arange(0, shape.value_width)
+    return start + (tl.arange(0, ROWS)[:, None] * width + column[None, :]), tl.broadcast_to(
+        (column < width)[None, :], [ROWS, shape.value_width]
+    )
+
+
+@triton.jit
+def mass_places(place, line, border, row, width, shape: tl.constexpr, ROWS: tl.constexpr):
     """Addresses (ROWS,) of the same rows' sums of ones."""
-    rows = place.pairs * (BLOCK * BLOCK) + KEY_WIDTH + 1
+    rows = place.pairs * (shape.block * shape.block) + shape.key_width + 1
     return (
         place.sums
         + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size
@@ -123,20 +126,10 @@ def in_two(traits: Traits, kind: tl.dtype) -> bool:
 
 @triton.jit
 def plus_sums(
-    total,
-    made,
-    place,
-    line,
-    border,
-    row,
-    width,
-    like,
-    traits: tl.constexpr,
-    ROWS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    total, made, place, line, border, row, width, like, traits: tl.constexpr, shape: tl.constexpr, ROWS: tl.constexpr
 ):
     """total + made M over rows of the sums."""
-    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    at, inside = places(place, line, border, row, width, shape, ROWS)
     found = tl.load(at, mask=inside, other=0.0)
     side = narrowed(found, like, traits)
     total = weighted(made, side, total, traits)
@@ -147,10 +140,10 @@ def plus_sums(
 
 @triton.jit
 def against_sums(
-    rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    rows, place, line, border, row, width, like, traits: tl.constexpr, shape: tl.constexpr, ROWS: tl.constexpr
 ):
     """rows M^T over rows of the sums."""
-    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    at, inside = places(place, line, border, row, width, shape, ROWS)
     found = tl.load(at, mask=inside, other=0.0)
     side = narrowed(found, like, traits)
     slope = against(rows, side, traits)
@@ -161,44 +154,47 @@ def against_sums(
 
 @triton.jit
 def token_terms(
-    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens,
-    place, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
+    first, stop, line, batch, head, border, factor, delta, given, groups, tokens, place, traits: tl.constexpr,
+    OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(which tokens are real, the factors of their vectors, those of their features, their terms for v = 1)."""
     row = first + tl.arange(0, ROWS)
     there = row < stop
     gain = there.to(tl.float32)
     if traits.normalise:
-        gain = row_numbers(inverse, line, first, tokens, ROWS, 0.0)
+        gain = row_numbers(given.k_inverse if OF_KEYS else given.q_inverse, line, first, tokens, ROWS, 0.0)
     number = tl.full([ROWS], 1.0, tl.float32)
     if OF_KEYS:
         if traits.key_mask:
-            there = there & (row_numbers(key_mask, batch, first, tokens, ROWS, 0) != 0)
+            there = there & (row_numbers(given.key_mask, batch, first, tokens, ROWS, 0) != 0)
         kept = there.to(tl.float32)
     else:
-        gain = gain * tl.load(scale + head)
+        gain = gain * tl.load(given.scale + head)
         if traits.packed:
-            there = there & (tl.load(edges + row, mask=there, other=0) < tl.minimum(border * place.chunk, sizes.keys))
+            there = there & (
+                tl.load(given.edges + row, mask=there, other=0) < tl.minimum(border * place.chunk, given.sizes.keys)
+            )
         kept = tl.where(there, row_numbers(factor, line, first, tokens, ROWS, 0.0), 0.0)
         if traits.anchor == "row":
             number = -tl.where(there, row_numbers(delta, line, first, tokens, ROWS, 0.0), 0.0)
     if FADED:
+        fade = given.fade_keys if OF_KEYS else given.fade_rows
         kept = tl.where(there, kept * row_numbers(fade, line // groups * 3 + 2, first, tokens, ROWS, 0.0), 0.0)
     return there, gain, kept, number
 
 
 @triton.jit
 def absorb_kernel(
-    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, fade, sizes, tokens, heads, groups,
-    from_border, traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr,
-    ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    x, rows, place, ranges, factor, delta, weights, given, tokens, heads, groups, from_border, traits: tl.constexpr,
+    shape: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What tokens add to one strip of the sums of a key head at one border.
 
     Keys add psi(k) [v, 1], queries w psi(q) [dy, -delta] factor. ranges (2, count + 1): the tokens of each border.
     SQUARES: a strip of products of two coordinates; otherwise the vectors themselves and 1.
     """
-    strips = place.pairs * (BLOCK // LEFT) if SQUARES else 1
+    sizes = given.sizes
+    strips = place.pairs * (shape.block // shape.left) if SQUARES else 1
     strip = tl.program_id(0) % strips
     borders = place.count + 1 - from_border
     border = tl.program_id(0) // strips % borders + from_border
@@ -206,55 +202,56 @@ def absorb_kernel(
     kv_heads = heads // groups
     batch, kv_head = kv_line // kv_heads, kv_line % kv_heads
     start, stop = tl.load(ranges + border), tl.load(ranges + place.count + 1 + border)
-    FEATURES: tl.constexpr = LEFT * BLOCK if SQUARES else KEY_WIDTH
-    total = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    FEATURES: tl.constexpr = shape.features if SQUARES else shape.key_width
+    total = tl.zeros([FEATURES, shape.value_width], tl.float32)
     mass = tl.zeros([FEATURES], tl.float32)
-    constant = tl.zeros([VALUE_WIDTH], tl.float32)
+    constant = tl.zeros([shape.value_width], tl.float32)
     constant_mass = 0.0
     left, right, times = 0, 0, 1.0
     if SQUARES:
-        left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
+        left, right, times = strip_blocks(place, strip, shape)
     blocks = tl.cdiv(tl.maximum(stop - start, 0), ROWS)
     for index in tl.range(0, blocks * groups):
         head = kv_head * groups + index // tl.maximum(blocks, 1)
         first = start + index % tl.maximum(blocks, 1) * ROWS
         there, gain, kept, number = token_terms(
-            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges,
-            fade, groups, sizes, tokens, place, traits, OF_KEYS, FADED, ROWS,
+            first, stop, batch * heads + head, batch, head, border, factor, delta, given, groups, tokens, place,
+            traits, OF_KEYS, FADED, ROWS,
         )  # fmt: skip
-        row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, VALUE_WIDTH)
+        row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, shape.value_width)
         if SQUARES:
             by = kept * gain * gain
             if not OF_KEYS:
                 by = by * (tl.load(weights + head * 3 + 2) * times)
-            a = columns(x, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * by[:, None]
+            a = columns(x, batch, head, first, there, left, sizes.key_dim, ROWS, shape.left) * by[:, None]
             made = products(
-                a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK
+                a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, shape.block), shape, ROWS
             )
         else:
             by, one = kept * gain, kept
             if not OF_KEYS:
                 by, one = by * tl.load(weights + head * 3 + 1), one * tl.load(weights + head * 3)
-            made = columns(x, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * by[:, None]
+            made = columns(x, batch, head, first, there, 0, sizes.key_dim, ROWS, shape.key_width) * by[:, None]
             constant += tl.sum(row_tile * one[:, None], 0)
             constant_mass += tl.sum(number * one, 0)
         made = narrowed(made, rows, traits)
         total = weighted(tl.trans(made), narrowed(row_tile, rows, traits), total, traits)
         if traits.anchor == "row":
             mass += tl.sum(made.to(tl.float32) * number[:, None], 0)
-    row = strip * FEATURES if SQUARES else place.pairs * (BLOCK * BLOCK)
+    row = strip * FEATURES if SQUARES else place.pairs * (shape.block * shape.block)
     width = sizes.value_dim
-    at, inside = places(place, kv_line, border, row, width, FEATURES, VALUE_WIDTH)
+    at, inside = places(place, kv_line, border, row, width, shape, FEATURES)
     tl.store(at, total, mask=inside)
     if traits.anchor == "row":
-        tl.store(mass_places(place, kv_line, border, row, width, FEATURES, BLOCK, KEY_WIDTH), mass)
+        tl.store(mass_places(place, kv_line, border, row, width, shape, FEATURES), mass)
     if not SQUARES:
         last = (tl.cast(kv_line, tl.int64) * (place.count + 1) + border) * place.size
-        column = tl.arange(0, VALUE_WIDTH)
-        tl.store(place.sums + last + (row + KEY_WIDTH) * width + column, constant, mask=column < width)
+        column = tl.arange(0, shape.value_width)
+        tl.store(place.sums + last + (row + shape.key_width) * width + column, constant, mask=column < width)
         if traits.anchor == "row":
             tl.store(
-                place.sums + last + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH, constant_mass
+                place.sums + last + tl.cast(row + shape.key_width + 1, tl.int64) * width + row + shape.key_width,
+                constant_mass,
             )
 
 
@@ -396,23 +393,26 @@ class Fade(NamedTuple):
 
 
 class SumsCall(NamedTuple):
-    """A call's part that forward and backward share. weights (H, 3): what powers 0, 1, 2 of the score count."""
+    """A call's part that forward and backward share.
+
+    weights (H, 3): what powers 0, 1, 2 of the score count. steps: of ``Fade``.
+    """
 
     tile: tiles.TileCall
     form: Layout
     borders: Borders
     weights: Tensor
     mass: bool
-    fade: Fade
+    steps: Tensor | None
 
     @property
     def faded(self) -> bool:
-        return self.fade.rows is not None
+        return self.steps is not None
 
     @property
     def size(self) -> int:
         """Numbers of a key head's sums at one border."""
-        return self.form.rows * (self.tile.sizes.value_dim + self.mass)
+        return self.form.rows * (self.tile.given.sizes.value_dim + self.mass)
 
     def place(self, sums: Tensor) -> Place:
         """``sums`` (B, Hkv, count + 1, size) as kernels take them."""
@@ -425,16 +425,12 @@ class SumsCall(NamedTuple):
             like.shape[0], like.shape[1], self.borders.count + 1, self.size, dtype=torch.float32, device=like.device
         )
 
-    def widths(self) -> dict[str, int]:
-        return {
-            "BLOCK": self.form.block,
-            "KEY_WIDTH": self.form.width,
-            "VALUE_WIDTH": padded(self.tile.sizes.value_dim),
-        }
-
-    def left(self, strips: Strips) -> int:
-        """Rows of a pair of blocks that make a strip; the matrix units take no fewer than 16 features."""
-        return min(max(strips.left, 16 // self.form.block), self.form.block)
+    def shape(self, strips: Strips, of_keys: bool = False) -> TileShape:
+        """Of a kernel's tiles, whose rows are queries or keys. Matrix units take no fewer than 16 features."""
+        queries, keys = (strips.others, strips.rows) if of_keys else (strips.rows, strips.others)
+        block = self.form.block
+        left = min(max(strips.left, 16 // block), block)
+        return TileShape(queries, keys, self.form.width, padded(self.tile.given.sizes.value_dim), left, block)
 
 
 def absorb(
@@ -442,7 +438,6 @@ def absorb(
     sums: Tensor,
     x: Tensor,
     rows: Tensor,
-    scale: Tensor,
     factor: Tensor | None,
     delta: Tensor | None,
     from_border: int,
@@ -451,21 +446,19 @@ def absorb(
     their gradients."""
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
-    form, tile = call.form, call.tile
-    strips = choose("absorb", x, rows, tile.traits, call.faded)
+    strips = choose("absorb", x, rows, call.tile.traits, call.faded)
+    shape = call.shape(strips)
     line_borders = batch * kv_heads * (call.borders.count + 1 - from_border)
     for squares in (True, False):
-        programs = line_borders * (form.pairs * (form.block // call.left(strips)) if squares else 1)
+        programs = line_borders * (call.form.pairs * (shape.block // shape.left) if squares else 1)
         tiles.launch(
             absorb_kernel,
             programs,
             (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums),
-             call.borders.keys if of_keys else call.borders.queries, tile.k_inverse if of_keys else tile.q_inverse,
-             tile.key_mask, factor, delta, scale, call.weights, call.borders.edges,
-             call.fade.keys if of_keys else call.fade.rows, tile.sizes, x.shape[2], x.shape[1], x.shape[1] // kv_heads,
-             from_border),
-            {"traits": tile.traits, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares, "ROWS": strips.rows,
-             "LEFT": call.left(strips), **call.widths()},
+             call.borders.keys if of_keys else call.borders.queries, factor, delta, call.weights, call.tile.given,
+             x.shape[2], x.shape[1], x.shape[1] // kv_heads, from_border),
+            {"traits": call.tile.traits, "shape": shape, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares,
+             "ROWS": strips.rows},
             strips.tiling(),
         )  # fmt: skip
 
@@ -475,7 +468,7 @@ def carry(call: SumsCall, sums: Tensor, reverse: bool) -> None:
     tiles.launch(
         carry_kernel,
         sums.shape[0] * sums.shape[1] * ceil_div(call.size, _CARRIED),
-        (sums, call.borders.kept, call.fade.steps, call.size, call.borders.count),
+        (sums, call.borders.kept, call.steps, call.size, call.borders.count),
         {"PACKED": call.tile.traits.packed, "FADED": call.faded, "REVERSE": reverse, "WIDTH": _CARRIED},
         Tiling(_CARRIED, 0, 4, 1),
     )
@@ -492,14 +485,17 @@ def prepare(inputs: SumsInputs, spec: SumsSpec) -> SumsCall:
     start = inputs.segment_start
     found = sums_layout.borders(inputs.lo, inputs.hi, start, k.shape[2], chunk, spec.keeps, q.device)
     tile = tiles.call(
-        TileInputs(q, k, v, inputs.scale, plain(inputs.coefficients, torch.float32), inputs.key_mask),
+        TileInputs(q, k, v, inputs.scale, inputs.coefficients, inputs.key_mask),
         TileSpec(spec.link, spec.anchor, spec.normalise, causal=False),
     )
-    tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=start is not None))
     monomials = inputs.monomials
     weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
     fade = fade_of(inputs.log_decay, inputs.key_bias, q.shape[2], k, found)
-    return SumsCall(tile, form, found, weights, spec.anchor == "row", fade)
+    tile = tile._replace(
+        traits=replace(tile.traits, listed=True, packed=start is not None),
+        given=tile.given._replace(edges=found.edges, fade_rows=fade.rows, fade_keys=fade.keys),
+    )
+    return SumsCall(tile, form, found, weights, spec.anchor == "row", fade.steps)
 
 
 def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: Tensor, found: Borders) -> Fade:
@@ -528,12 +524,12 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
     return Fade(rows, numbers(of_keys, running[..., behind] - of_keys), steps)
 
 
-def known(call: SumsCall, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
+def known(call: SumsCall, k: Tensor, v: Tensor, initial: Tensor | None) -> Tensor:
     """The sums at every border, (B, Hkv, count + 1, size)."""
     sums = call.empty(k)
     sums[:, :, 0] = 0 if initial is None else sums_layout.from_memory(initial, call.form, v.shape[3])
     if call.borders.count:
-        absorb(call, sums, k, v, scale, None, None, 1)
+        absorb(call, sums, k, v, None, None, 1)
         carry(call, sums, False)
     return sums
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zonal.formula import Formula
+from zonal.kernels.abi import plain
 from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.tilings import Tiling, tiling_of
@@ -57,6 +58,47 @@ class Sizes(NamedTuple):
     chunk: Any
 
 
+class Given(NamedTuple):
+    """What all programs of a call read; None is what a call does not have.
+
+    scale (H,), coefficients (H, ``Traits.stride``): float32. q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / length, 0
+    for zeros, when scores normalise. key_mask (B, S) uint8. key_counts (B, S + 1) int32: the number of real keys before
+    s, for a count with a key mask (counting per tile would take more registers than all else). edges:
+    ``document_edges``. fade_rows, fade_keys: the marks of ``sums_state.Fade``.
+    """
+
+    scale: Any
+    coefficients: Any
+    q_inverse: Any
+    k_inverse: Any
+    key_mask: Any
+    key_counts: Any
+    edges: Any
+    fade_rows: Any
+    fade_keys: Any
+    sizes: Any
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Queries and keys of a kernel's tiles, and the powers of two that hold D and P.
+
+    left, block: of a strip of features, and of a pair of blocks of coordinates (``sums_state``).
+    """
+
+    queries: int
+    keys: int
+    key_width: int
+    value_width: int
+    left: int = 0
+    block: int = 0
+
+    @property
+    def features(self) -> int:
+        """Of a strip."""
+        return self.left * self.block
+
+
 class Functions(NamedTuple):
     """A link's jit functions, in log space those of the map before exp; None for the link exp alone."""
 
@@ -69,16 +111,17 @@ class Functions(NamedTuple):
 class Traits:
     """What is known when a kernel is compiled.
 
-    mapped: in log space, whether the scores are mapped before exp. n: the number of the link's coefficients without its
-    constants. low, high: the range that scores are clamped to, in the kernel's own unit. grouped: several query heads
-    share a key head. key_mask, packed: whether these tensors were given. listed: the keys of each query are a list and
-    not rules. narrow_key, narrow_value: D, P are below the padded width. wide: weights and their gradients are
-    multiplied as float32 rounded to tf32, as float16 lacks the range.
+    mapped: in log space, whether the scores are mapped before exp. stride, n: the number of the link's coefficients,
+    with its constants and without. low, high: the range that scores are clamped to, in the kernel's own unit. grouped:
+    several query heads share a key head. key_mask, packed: whether these tensors were given. listed: the keys of each
+    query are a list and not rules. narrow_key, narrow_value: D, P are below the padded width. wide: weights and their
+    gradients are multiplied as float32 rounded to tf32, as float16 lacks the range.
     """
 
     log: bool
     mapped: bool
     anchor: Literal["row", "count", "raw"]
+    stride: int
     n: int
     clamped: bool
     low: float
@@ -165,6 +208,40 @@ def tile_rows(
 
 
 @triton.jit
+def load_queries(q, batch, head, first, given, traits: tl.constexpr, shape: tl.constexpr, EDGE: tl.constexpr):
+    """A tile of queries. EDGE: it may reach past the last one. The same for the gradients dy of rows, keys, values."""
+    sizes = given.sizes
+    return tile_rows(
+        q, batch, head, first, sizes.queries, sizes.key_dim, shape.queries, shape.key_width, EDGE, traits.narrow_key
+    )
+
+
+@triton.jit
+def load_slopes(dy, batch, head, first, given, traits: tl.constexpr, shape: tl.constexpr, EDGE: tl.constexpr):
+    sizes = given.sizes
+    return tile_rows(
+        dy, batch, head, first, sizes.queries, sizes.value_dim, shape.queries, shape.value_width, EDGE,
+        traits.narrow_value,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_keys(k, batch, kv_head, first, given, traits: tl.constexpr, shape: tl.constexpr, EDGE: tl.constexpr):
+    sizes = given.sizes
+    return tile_rows(
+        k, batch, kv_head, first, sizes.keys, sizes.key_dim, shape.keys, shape.key_width, EDGE, traits.narrow_key
+    )
+
+
+@triton.jit
+def load_values(v, batch, kv_head, first, given, traits: tl.constexpr, shape: tl.constexpr, EDGE: tl.constexpr):
+    sizes = given.sizes
+    return tile_rows(
+        v, batch, kv_head, first, sizes.keys, sizes.value_dim, shape.keys, shape.value_width, EDGE, traits.narrow_value
+    )
+
+
+@triton.jit
 def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0):
     """(addresses, whether they are inside) of a tile that is read or written when the loops are over.
 
@@ -237,11 +314,12 @@ def fading(row_whole, row_rest, key_whole, key_rest):
 
 
 @triton.jit
-def visible_keys(t, edges, sizes, traits: tl.constexpr):
+def visible_keys(t, given, traits: tl.constexpr):
     """[lo, hi): the keys that query t < T may see, none if hi <= lo.
 
-    edges (2, T): the first key and the end of each query's document, or lo and hi.
+    given.edges (2, T): the first key and the end of each query's document, or lo and hi.
     """
+    edges, sizes = given.edges, given.sizes
     position = t + (sizes.keys - sizes.queries)
     lo = t * 0
     if traits.packed:
@@ -274,9 +352,7 @@ def between(s, lo, hi, traits: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(
-    x, first, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr
-):
+def visible_pairs(x, first, lo, hi, batch, given, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr):
     """Which keys from ``first`` on a tile of scores x may use: those in [lo, hi) if the tile is CUT, without padding.
 
     Asked for one of both.
@@ -284,9 +360,9 @@ def visible_pairs(
     if CUT:
         visible = between((first + tl.arange(0, KEYS))[None, :], lo[:, None], hi[:, None], traits)
         if traits.key_mask:
-            visible = visible & real_keys(first, batch, key_mask, sizes, KEYS)[None, :]
+            visible = visible & real_keys(first, batch, given, KEYS)[None, :]
     else:
-        visible = tl.broadcast_to(real_keys(first, batch, key_mask, sizes, KEYS)[None, :], x.shape)
+        visible = tl.broadcast_to(real_keys(first, batch, given, KEYS)[None, :], x.shape)
     return visible
 
 
@@ -303,14 +379,15 @@ def key_ranges(start, hi_first, lo_last, hi_last, traits: tl.constexpr, KEYS: tl
 
 
 @triton.jit
-def real_keys(first, batch, key_mask, sizes, KEYS: tl.constexpr):
+def real_keys(first, batch, given, KEYS: tl.constexpr):
     """Whether KEYS keys from ``first`` on are no padding."""
-    return row_numbers(key_mask, batch, first, sizes.keys, KEYS, 0) != 0
+    return row_numbers(given.key_mask, batch, first, given.sizes.keys, KEYS, 0) != 0
 
 
 @triton.jit
-def first_query_seeing(s, edges, sizes, traits: tl.constexpr):
+def first_query_seeing(s, given, traits: tl.constexpr):
     """The first t with hi_t > s, T if there is none."""
+    edges, sizes = given.edges, given.sizes
     offset = sizes.keys - sizes.queries
     t = s * 0
     if traits.causal:
@@ -327,8 +404,9 @@ def first_query_seeing(s, edges, sizes, traits: tl.constexpr):
 
 
 @triton.jit
-def first_query_past(s, edges, sizes, traits: tl.constexpr):
+def first_query_past(s, given, traits: tl.constexpr):
     """The first t with lo_t > s, T if there is none."""
+    edges, sizes = given.edges, given.sizes
     t = s * 0 + sizes.queries
     if traits.packed:
         t = tl.load(edges + sizes.queries + s)
@@ -496,14 +574,9 @@ def through_powers(gradients: Iterable[Tensor | None], powers: tuple[Tensor, ...
     )
 
 
-def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
-    """The shapes of a kernel's tiles."""
-    return {
-        "QUERIES": tiling.queries,
-        "KEYS": tiling.keys,
-        "KEY_WIDTH": padded(q.shape[3]),
-        "VALUE_WIDTH": padded(v.shape[3]),
-    }
+def shape(tiling: Tiling, q: Tensor, v: Tensor) -> TileShape:
+    """The shape of a kernel's tiles."""
+    return TileShape(tiling.queries, tiling.keys, padded(q.shape[3]), padded(v.shape[3]))
 
 
 def functions(link: Formula) -> Functions:
@@ -535,6 +608,7 @@ def traits(
         log=spec.link.log,
         mapped=mapped,
         anchor=spec.anchor,
+        stride=coefficients.shape[1],
         n=coefficients.shape[1] - len(spec.link.constants),
         clamped=spec.link.domain is not None,
         low=low * unit,
@@ -563,36 +637,34 @@ def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
 
 
 class TileCall(NamedTuple):
-    """A call's part that forward and backward share.
-
-    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / length, 0 for zeros, when scores normalise. key_mask (B, S) uint8.
-    key_counts (B, S + 1) int32: the number of real keys before s, for a count with a key mask (counting per tile would
-    take more registers than all else).
-    edges: ``document_edges``.
-    """
+    """A call's part that forward and backward share."""
 
     functions: Functions
     traits: Traits
-    sizes: Sizes
-    q_inverse: Tensor | None
-    k_inverse: Tensor | None
-    key_mask: Tensor | None
-    key_counts: Tensor | None
-    edges: Tensor | None
+    given: Given
 
 
 def call(inputs: TileInputs, spec: TileSpec) -> TileCall:
     """Prepare a call's kernels."""
-    q, k, v, _, coefficients, key_mask, cu_seqlens = inputs[:7]
+    q, k, v, scale, coefficients, key_mask, cu_seqlens = inputs[:7]
+    coefficients = plain(coefficients, torch.float32)
     return TileCall(
         functions(spec.link),
         traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),
-        sizes(spec, q, k, v),
-        row_products(q, None) if spec.normalise else None,
-        row_products(k, None) if spec.normalise else None,
-        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        None if key_mask is None or spec.anchor != "count" else F.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0)),
-        document_edges(cu_seqlens, q.shape[2]),
+        Given(
+            plain(scale, torch.float32),
+            coefficients,
+            row_products(q, None) if spec.normalise else None,
+            row_products(k, None) if spec.normalise else None,
+            None if key_mask is None else key_mask.contiguous().view(torch.uint8),
+            None
+            if key_mask is None or spec.anchor != "count"
+            else F.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0)),
+            document_edges(cu_seqlens, q.shape[2]),
+            None,
+            None,
+            sizes(spec, q, k, v),
+        ),
     )
 
 
