@@ -210,8 +210,7 @@ def test_files_that_are_no_preset(tmp_path, monkeypatch, old, new, message):
 
 @pytest.mark.parametrize("name", HERE)
 def test_every_preset_is_a_comparison(name):
-    spec = compare.specification(options(f"--preset {name}"), f"zonal compare --preset {name}")
-    preset = presets.find(name, "compare")
+    spec, preset = whole(name), presets.find(name, "compare")
     assert spec.published == preset.published
     assert list(spec.labels) == list(preset.models)
     assert len(spec.operators) == len(preset.models)
