@@ -197,6 +197,12 @@ def test_one_seed_of_a_preset_tries_all_rates():
         ('"Softmax" = "softmax"', '"Softmax" = 3', "own.toml does not fit"),
         ("[model]", "[model", "not valid TOML"),
         ('about = "a baseline with a model of its own"', "", "'about' is missing"),
+        (
+            'seeds = "1"',
+            'published = {source = "", recipe = [], tables = [{title = "T", columns = ["A"], rows = ['
+            '{label = "two", select = {}, values = [0.1, 0.2]}]}]}\nseeds = "1"',
+            "'two' has 2",
+        ),
     ],
 )
 def test_files_that_are_no_preset(tmp_path, monkeypatch, old, new, message):

@@ -6,6 +6,8 @@ They travel with a comparison (``published`` in comparison.json), so that the pa
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zonal.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -30,11 +32,21 @@ class PublishedRow:
 class PublishedTable:
     """A table of accuracies with a column for each model of the paper. A row without values is one that the paper does
     not have.
+
+    Raises: ArgumentError for a row with values of some columns only, or of more than there are.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[PublishedRow, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if row.values and len(row.values) != len(self.columns):
+                raise ArgumentError(
+                    f"published: each row of {self.title!r} must have no values or {len(self.columns)}, one for each "
+                    f"column, and {row.label!r} has {len(row.values)}. A number that is not printed is nan."
+                )
 
 
 @dataclass(frozen=True)
