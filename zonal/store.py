@@ -171,6 +171,21 @@ def under(named: Mapping[str, Entry], start: str) -> dict[str, Entry]:
     return {name.removeprefix(start): entry for name, entry in named.items() if name.startswith(start)}
 
 
+def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Which tensors are missing, unknown, or of another shape or kind of number than those wanted: the first three, ""
+    for none.
+    """
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong += [f"{name} is unknown" for name in found if name not in wanted]
+    for name, value in wanted.items():
+        held = found.get(name, value)
+        if held.shape != value.shape:
+            wrong.append(f"{name} is {tuple(held.shape)} and should be {tuple(value.shape)}")
+        elif held.is_floating_point() != value.is_floating_point():
+            wrong.append(f"{name} is {held.dtype} and should be {value.dtype}")
+    return "; ".join(wrong[:3])
+
+
 @contextlib.contextmanager
 def understood(call: str, path: str | os.PathLike[str] | Traversable) -> Iterator[None]:
     """Turn errors on the contents of an intact file into a FileFormatError in one line that names the file.

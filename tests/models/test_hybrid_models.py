@@ -242,5 +242,5 @@ def test_logits_and_gradients_of_transformers_model(tied):
         assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max(), mine
     with pytest.raises(ArgumentError, match="extra is unknown"):
         mamba2_from_transformers(config.to_dict(), {**theirs.state_dict(), "extra": torch.ones(1)})
-    with pytest.raises(ArgumentError, match=r"norm_f\.weight of shape \(24,\) was required, received None"):
+    with pytest.raises(ArgumentError, match=r"norm_f\.weight is missing"):
         mamba2_from_transformers(config.to_dict(), {k: v for k, v in theirs.state_dict().items() if "norm_f" not in k})

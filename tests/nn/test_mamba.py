@@ -363,7 +363,8 @@ def test_weights_by_other_names_and_what_does_not_fit():
     for change, words in (
         ({"D": None}, "D is missing"),
         ({"x_proj.weight": torch.ones(1)}, "x_proj.weight is unknown"),
-        ({"A_log": torch.ones(5)}, r"A_log is \(5,\) and does not fit log_rate \(6,\)"),
+        ({"A_log": torch.ones(5)}, r"A_log is \(5,\) and should be \(6,\)"),
+        ({"conv1d.weight": torch.ones(5)}, r"conv1d.weight is \(5,\) and should be"),
     ):
         broken = {name: value for name, value in {**named(make(seed=3)), **change}.items() if value is not None}
         with pytest.raises(ArgumentError, match=words):

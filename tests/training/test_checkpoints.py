@@ -229,9 +229,9 @@ def test_missing_and_unknown_tensors(whole, tmp_path):
     path = folder / "checkpoint.safetensors"
     tensors, header = load_tensors(path, "checkpoint")
     for change, message in (
-        ("drop", "lacks tensor"),
-        ("add", "unknown tensor"),
-        ("shape", "of shape"),
+        ("drop", "is missing"),
+        ("add", "is unknown"),
+        ("shape", r"is \(2, 2\) and should be"),
         ("optimiser", "for other parameters"),
     ):
         altered = dict(tensors)

@@ -10,6 +10,7 @@ from zonal.errors import ArgumentError
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.nn import Mamba2
+from zonal.store import unlike
 
 
 def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CausalLM:
@@ -42,31 +43,23 @@ def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Te
         )
     )  # fmt: skip
     left = dict(weights)
-
-    def take(name: str, target: Tensor) -> None:
-        value = left.pop(name, None)
-        if value is None or value.shape != target.shape:
-            raise ArgumentError(
-                f"{call}: {name} of shape {tuple(target.shape)} was required, received "
-                f"{None if value is None else tuple(value.shape)}."
-            )
-        target.copy_(value)
-
-    with torch.no_grad():
-        take("backbone.embeddings.weight", model.embedding.weight)
-        take("backbone.norm_f.weight", model.norm.weight)
-        if model.head is not None:
-            take("lm_head.weight", model.head.weight)
+    own = {"backbone.embeddings.weight": model.embedding.weight, "backbone.norm_f.weight": model.norm.weight}
+    if model.head is None:
         left.pop("lm_head.weight", None)  # tied: the embedding once more
-        for index, block in enumerate(model.blocks):
-            start = f"backbone.layers.{index}."
-            take(f"{start}norm.weight", block.attention_norm.weight)  # type: ignore[union-attr]
-            mixer = block.attention
-            assert isinstance(mixer, Mamba2)
-            names = [name for name in left if name.startswith(f"{start}mixer.")]
-            mixer.load_transformers({name.removeprefix(f"{start}mixer."): left.pop(name) for name in names})
-    if left:
-        raise ArgumentError(f"{call}: {next(iter(left))} is unknown. The weights belong to another kind of model.")
+    else:
+        own["lm_head.weight"] = model.head.weight
+    for index, block in enumerate(model.blocks):
+        start = f"backbone.layers.{index}."
+        own[f"{start}norm.weight"] = block.attention_norm.weight  # type: ignore[union-attr, assignment]
+        mixer = block.attention
+        assert isinstance(mixer, Mamba2)
+        names = [name for name in left if name.startswith(f"{start}mixer.")]
+        mixer.load_transformers({name.removeprefix(f"{start}mixer."): left.pop(name) for name in names})
+    if wrong := unlike(left, own):
+        raise ArgumentError(f"{call}: {wrong}. The weights belong to another kind of model.")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(left[name])
     return model
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zonal import store
 
@@ -27,29 +27,12 @@ def load(path: str | os.PathLike[str], kind: str, make: Callable[[Mapping[str, A
     with store.understood(f"load {kind}", path):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             # whatever sizes the config states, nothing of them is made before they are those of the weights
-            _check(tensors, make(header["config"]).state_dict())
+            if wrong := store.unlike(tensors, make(header["config"]).state_dict()):
+                raise ValueError(wrong)
         model = make(header["config"])
         # assign keeps the dtype of the file
         model.load_state_dict(tensors, assign=True)
     return model
-
-
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, naming up to three tensors, unless all that is expected is there and nothing else."""
-    wrong = [f"{name} is missing" for name in expected if name not in tensors]
-    wrong += [f"{name} is unknown" for name in tensors if name not in expected]
-    wrong += [
-        f"{name} is {tuple(tensors[name].shape)} and should be {tuple(value.shape)}"
-        for name, value in expected.items()
-        if name in tensors and tensors[name].shape != value.shape
-    ]
-    wrong += [
-        f"{name} is {tensors[name].dtype} and should be {value.dtype}"
-        for name, value in expected.items()
-        if name in tensors and tensors[name].is_floating_point() != value.is_floating_point()
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong[:3]))
 
 
 __all__ = ["load", "save"]

@@ -14,6 +14,7 @@ from zonal.nn.memory import LayerMemory, Past
 from zonal.nn.mixer import Inputs, TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
 from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
+from zonal.store import unlike
 
 
 class Mamba2(TokenMixer):
@@ -131,27 +132,14 @@ class Mamba2(TokenMixer):
             ArgumentError: weights are missing, unknown, or of another shape. The layer is then unchanged.
         """
         parameters = dict(self.named_parameters())
-        names = {theirs: ours for theirs, ours in _TRANSFORMERS.items() if ours in parameters}
-        wrong = [f"{name} is missing" for name in names if name not in weights] + [
-            f"{name} is unknown" for name in weights if name not in names
-        ]
-        read: dict[str, Tensor] = {}
-        for theirs, ours in names.items():
-            if theirs in weights:
-                # a filter is (channels, 1, w) there, its last tap that of the token itself
-                value = weights[theirs].squeeze(1).flip(1) if theirs == "conv1d.weight" else weights[theirs]
-                read[ours] = value
-                if value.shape != parameters[ours].shape:
-                    wrong.append(
-                        f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} "
-                        f"{tuple(parameters[ours].shape)}"
-                    )
-        if wrong:
+        own = {theirs: parameters[ours] for theirs, ours in _TRANSFORMERS.items() if ours in parameters}
+        # a filter is (channels, 1, w) there, its last tap that of the token itself
+        if wrong := unlike(weights, {**own, "conv1d.weight": own["conv1d.weight"].unsqueeze(1)}):
             raise ArgumentError(
-                f"nn.Mamba2.load_transformers: {'; '.join(wrong[:3])}. Make the layer with the sizes of the other one."
+                f"nn.Mamba2.load_transformers: {wrong}. Make the layer with the sizes of the other one."
             )
-        for name, value in read.items():
-            parameters[name].copy_(value)
+        for name, parameter in own.items():
+            parameter.copy_(weights[name].squeeze(1).flip(1) if name == "conv1d.weight" else weights[name])
 
     def extra_repr(self) -> str:
         return f"{self.sizes}, groups={self.sizes.groups}"

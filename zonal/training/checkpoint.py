@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zonal.errors import FileFormatError
 from zonal.models import LanguageModel, ModelConfig, language_model
 from zonal.models.build import class_of
-from zonal.store import load_tensors, save_tensors, under, understood
+from zonal.store import load_tensors, save_tensors, under, understood, unlike
 from zonal.training.config import first_difference
 from zonal.typed import check_fields
 
@@ -121,7 +121,8 @@ def load_checkpoint(
     progress = progress_in(path, header, config)
     with understood("train", path):
         weights = under(tensors, "model/")
-        _same_shapes(path, weights, dict(model.state_dict()))
+        if wrong := unlike(weights, model.state_dict()):
+            raise ValueError(wrong)
         _finite(tensors)
         states = _optimiser_states(path, tensors, model, optimiser)
         torch.Generator().set_state(tensors["random/cpu"])  # refuses what is no state, before anything is changed
@@ -181,7 +182,8 @@ def load_model(path: str | Path) -> tuple[LanguageModel, dict[str, Any]]:
         weights = under(tensors, "model/")
         # whatever sizes the file states, nothing of them is made before they are those of its weights
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            _same_shapes(Path(path), weights, dict(class_of(config)(config).state_dict()))
+            if wrong := unlike(weights, class_of(config)(config).state_dict()):
+                raise ValueError(wrong)
         _finite(weights)
         dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32
         model = language_model(config, seed=0).to(dtype)
@@ -194,20 +196,6 @@ def _finite(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} holds NaN or infinity")
-
-
-def _same_shapes(path: Path, found: dict[str, Tensor], required: dict[str, Tensor]) -> None:
-    for name in sorted(set(found) | set(required)):
-        if name not in found or name not in required:
-            side = "lacks" if name not in found else "has an unknown"
-            raise FileFormatError(
-                f"train: {path} {side} tensor {name!r}. It was written for another model or another version."
-            )
-        if found[name].shape != required[name].shape:
-            raise FileFormatError(
-                f"train: {path} has {name!r} of shape {tuple(found[name].shape)}, "
-                f"the model needs {tuple(required[name].shape)}."
-            )
 
 
 def _optimiser_states(
