@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.evaluation.metrics import evaluating
 from zonal.hf.cache import CACHE, OperatorCache
 from zonal.hf.layers import operators
 from zonal.hf.modeling import ZonalForCausalLM
@@ -183,12 +184,8 @@ class ContextMemory:
         memory = self.memory(names)
         examples = [(text, True) for text in answered] + [(text, False) for text in unanswered]
         questions = (Question(memory.fork(), self._encoded(text), known) for text, known in examples)
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return calibrate_refusal(self.model, questions, rate)
-        finally:
-            self.model.train(training)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -255,20 +252,15 @@ class ContextMemory:
             check_tokens("ContextMemory", self.model, ids)
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
-    @torch.no_grad()
     def _read(self, tokens: Tensor, cache: OperatorCache, keep: int = 1) -> Tensor:
         """Read tokens (1, T) after what is in the cache, which then holds them as well.
 
         Returns: logits of the last ``keep`` tokens of each piece that is read by one call, one behind the other; with
             keep = 0, of all tokens.
         """
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             pieces = tokens.split(_PIECE, dim=1)
             return torch.cat([self.model(piece, **{CACHE: cache}, logits_to_keep=keep).logits for piece in pieces], 1)
-        finally:
-            self.model.train(training)
 
     def _document(self, name: str) -> Document:
         return Document(name, self._tokens[name], self._documents[name].nbytes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zonal.evaluation.metrics import evaluating
 from zonal.memory.compact import statistics_of
 from zonal.models import LanguageModel
 from zonal.nn import Attention, key_embedding
@@ -26,10 +27,8 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
     """Look at the first held-out sequences and write the files, or none for a model without layers of these kinds."""
     if not any(_solves(block.attention) or key_embedding.metric_of(block.attention) for block in model.blocks):
         return
-    tokens = next(iter(task.evaluation_batches(ROWS))).tokens.to(next(model.parameters()).device)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model) as device:
+        tokens = next(iter(task.evaluation_batches(ROWS))).tokens.to(device)
         inputs = [(index, layer, x) for index, layer, x in model.layer_inputs(tokens) if isinstance(layer, Attention)]
         solved = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in inputs if _solves(layer)]
         seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel()), dtype=torch.float32).round().long()
@@ -38,8 +37,6 @@ def write(folder: Path, model: LanguageModel, task: Task) -> None:
             for index, layer, x in inputs
             if key_embedding.metric_of(layer)
         ]
-    finally:
-        model.train(training)
     if solved:
         write_checked(
             folder / diagnostics.NAME,
