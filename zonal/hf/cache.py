@@ -51,10 +51,6 @@ class OperatorCache(Cache, abc.ABC):
         self._recording = False
 
     @abc.abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens read, padding included."""
-
-    @abc.abstractmethod
     def _cropped(self, count: int) -> None:
         """``crop`` of the newest ``count`` tokens by a cache that records."""
 
@@ -108,6 +104,10 @@ class OperatorCache(Cache, abc.ABC):
                 f"number of tokens to forget as a negative number; received {tokens_to_remove}."
             )
         self._cropped(-tokens_to_remove)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens read, padding included."""
+        return self._pasts[layer_idx].length if layer_idx < len(self._pasts) else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no limit."""
@@ -180,7 +180,6 @@ class ZonalCache(OperatorCache):
 
     def __init__(self, memory: ModelMemory | None = None) -> None:
         super().__init__(memory)
-        self._length = 0 if memory is None else memory.layers[0].length
         self._recorded: list[_Read] = []
         self._again: _Read | None = None
 
@@ -214,10 +213,9 @@ class ZonalCache(OperatorCache):
             self._pasts = [past.decoder() if isinstance(past, LayerMemory) else past for past in self._pasts]
         return self._pasts, x, real
 
-    def end(self, pasts: Sequence[Past], tokens: int, readings: dict[int, Reading]) -> None:
-        """Keep the pasts after ``tokens`` new tokens, and the readings."""
+    def end(self, pasts: Sequence[Past], readings: dict[int, Reading]) -> None:
+        """Keep the pasts after the tokens of a call, and the readings."""
         self._pasts, self.readings = list(pasts), readings
-        self._length += tokens
 
     def memory(self) -> ModelMemory:
         """As in every cache; also refused after a ``crop`` whose tokens are still to be read again."""
@@ -231,8 +229,8 @@ class ZonalCache(OperatorCache):
     # --- for transformers -------------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens read, padding included."""
-        return self._length
+        """Number of tokens read, padding and those to be read again included."""
+        return super().get_seq_length(layer_idx) + (0 if self._again is None else self._again.x.shape[1])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *inputs: Any, **others: Any
@@ -255,16 +253,10 @@ class ZonalCache(OperatorCache):
             self._again = None if kept == 0 else _Read(
                 last.before, last.x[:, :kept], None if last.real is None else last.real[:, :kept]
             )  # fmt: skip
-        self._length -= count
         self._recorded = []
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._length, self._again = 0, None
-        super().reset()
 
     def _drop_records(self) -> None:
-        self._recorded = []
+        self._recorded, self._again = [], None
 
 
 class _Tokens(NamedTuple):
@@ -366,10 +358,6 @@ class MemoryCache(OperatorCache):
         return y
 
     # --- for transformers -------------------------------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens read, padding included."""
-        return self._pasts[layer_idx].length if layer_idx < len(self._pasts) else 0
 
     def _cropped(self, count: int) -> None:
         """The tokens of a call that are kept are absorbed again."""

@@ -291,7 +291,7 @@ class ZonalModel(ZonalPreTrainedModel):
         empty = functools.partial(core.empty_memory, x.shape[0], x.dtype, x.device)
         pasts, x, real = cache.begin(x, real, len(core.blocks), empty)
         states, after, readings = self._blocks(x, {"key_padding_mask": real}, pasts, cache.report)
-        cache.end(after, tokens, readings)
+        cache.end(after, readings)
         return [state[:, -tokens:] for state in states]
 
 
