@@ -69,9 +69,11 @@ def _grid(eps: float, points: int = 4000) -> Tensor:
     return torch.logspace(math.log10(eps), math.log10(4 + eps), points, dtype=torch.float64)
 
 
-def _relative(y: Tensor, log_s: Tensor, log_w: Tensor) -> Tensor:
-    """y sum_r w_r e^(-s_r y) - 1."""
-    return torch.exp(y.log()[:, None] + log_w - log_s.exp() * y[:, None]).sum(-1) - 1
+def _relative(y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """y sum_r w_r e^(-s_r y) - 1 for at = [log s, log w], and its derivative by ``at``."""
+    log_s, log_w = at.chunk(2)
+    terms = torch.exp(y.log()[:, None] + log_w - log_s.exp() * y[:, None])
+    return terms.sum(-1) - 1, torch.cat([-terms * log_s.exp() * y[:, None], terms], -1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -113,16 +115,11 @@ def _least_squares(count: int, eps: float, least: float, most: float) -> Tensor:
 
     The initial nodes lie between least / (4 + eps) and most / eps.
     """
-    y = _grid(eps, 400)
-
-    def residual(at: Tensor) -> tuple[Tensor, Tensor]:
-        terms = torch.exp(y.log()[:, None] + at[count:] - at[:count].exp() * y[:, None])
-        return terms.sum(-1) - 1, torch.cat([-terms * at[:count].exp() * y[:, None], terms], -1)
-
     low, high = math.log(least / (4 + eps)), math.log(most / eps)
     # the substitution s = e^u turns the integral into a sum over equal steps in u
     step = (high - low) / count
     u = low + step * (torch.arange(count, dtype=torch.float64) + 0.5)
+    residual = functools.partial(_relative, _grid(eps, 400))
     return levenberg_marquardt(residual, torch.cat([u, u + math.log(step)]), steps=300, tolerance=1e-6)[0]
 
 
@@ -136,7 +133,7 @@ def _peaks(error: Tensor) -> Tensor:
 def _exchange(at: Tensor, count: int, eps: float) -> tuple[Tensor, float, float]:
     """(log nodes and log weights, largest error, how much its peaks differ, relative to it)."""
     y = _grid(eps, 20000)
-    error = _relative(y, at[:count], at[count:])
+    error = _relative(y, at)[0]
     best = (at, float(error.abs().max()), math.inf)
     for _ in range(60):
         places = _peaks(error)
@@ -149,14 +146,12 @@ def _exchange(at: Tensor, count: int, eps: float) -> tuple[Tensor, float, float]
             break
         # Newton for: error at the peaks = +-E, in the 2R numbers and E
         level, alternating = float(top.mean()), error[places].sign()
-        z = y[places]
-        terms = torch.exp(z.log()[:, None] + at[count:] - at[:count].exp() * z[:, None])
-        jacobian = torch.cat([-terms * at[:count].exp() * z[:, None], terms, -alternating[:, None]], -1)
+        jacobian = torch.cat([_relative(y[places], at)[1], -alternating[:, None]], -1)
         step = torch.linalg.solve(jacobian, -(error[places] - level * alternating))[:-1]
         shrink = 1.0
         while shrink > 1e-3:
             tried = at + shrink * step
-            error_new = _relative(y, tried[:count], tried[count:])
+            error_new = _relative(y, tried)[0]
             if len(_peaks(error_new)) == 2 * count + 1 and float(error_new.abs().max()) < float(error.abs().max()):
                 break
             shrink /= 2
