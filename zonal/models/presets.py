@@ -64,24 +64,19 @@ def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = No
     plain = dataclasses.replace(
         PRESETS[base], max_len=max_len, vocab_size=PRESETS[base].vocab_size if vocab_size is None else vocab_size
     )
-    endings = [f"-{mixer}{mlp}" for mixer in _MIXERS for mlp in ("", *_mlps())] + list(_mlps())
     if name == base:
         return plain
-    ending = name.removeprefix(base)
-    if ending not in endings:
-        raise unknown_name("preset", "preset", name, [f"{base}{each}" for each in ("", *endings)])
-    mlp = next((each for each in reversed(_mlps()) if ending.endswith(each)), "")
-    changed = _with_mixers(plain, ending.removesuffix(mlp).removeprefix("-"))
-    return matched(dataclasses.replace(changed, mlp=mlp.removeprefix("-") or plain.mlp), num_parameters(plain))
-
-
-def _mlps() -> tuple[str, ...]:
-    return tuple(f"-{mlp}" for mlp in get_args(Mlp) if mlp not in ("none", "experts"))
+    mlps = [mlp for mlp in get_args(Mlp) if mlp not in ("none", "experts")]
+    chosen = [(mixer, mlp) for mixer in ("", *_MIXERS) for mlp in ("", *mlps)]
+    known = {"-".join(filter(None, (base, *endings))): endings for endings in chosen}
+    if name not in known:
+        raise unknown_name("preset", "preset", name, known)
+    mixer, mlp = known[name]
+    changed = _with_mixers(plain, mixer) if mixer else plain
+    return matched(dataclasses.replace(changed, mlp=mlp or plain.mlp), num_parameters(plain))
 
 
 def _with_mixers(config: ModelConfig, mixer: str) -> ModelConfig:
-    if not mixer:
-        return config
     recurrence = next(spec for spec in config.layers if specs.name_of(spec) == "mamba2")
     other = recurrence if mixer == "mamba" else "softmax"
     layers = tuple(spec if spec == recurrence else other for spec in config.layers)
