@@ -143,19 +143,16 @@ def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool],
     name = specs.name_of(spec)
     if name in RECURRENCES:
         return specs.made(spec, RECURRENCES, {"dim": dim})
-    if name == LIFTED:
-        inner, size = specs.made(spec, {LIFTED: _lifted})
-        return attention(inner, 1, size, False)
-    if name == GATED:
-        return mixer(
-            specs.made(spec, {GATED: _gated}), dim, lambda inner, share, size, _: attention(inner, share, size, True)
-        )
-    if name != MIXTURE:
+    inside, size = _inside(spec)
+    if not inside:
         return attention(spec, 1, None, False)
-    parts, hidden = specs.made(spec, {MIXTURE: _mixture})
+    if name == LIFTED:
+        return attention(inside[0], 1, size, False)
+    if name == GATED:
+        return mixer(inside[0], dim, lambda inner, share, lift, _: attention(inner, share, lift, True))
+    share = len(inside)
     return Mixture(
-        [mixer(part, dim, lambda inner, _, size, gated: attention(inner, len(parts), size, gated)) for part in parts],
-        hidden,
+        [mixer(part, dim, lambda inner, _, lift, gated: attention(inner, share, lift, gated)) for part in inside], size
     )
 
 
@@ -174,7 +171,7 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
     return tuple(parts), hidden
 
 
-def _lifted(operator: str, size: int) -> tuple[str, int]:
+def _lifted(operator: str, size: int) -> tuple[tuple[str], int]:
     """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s
     ``cg_lift``.
     """
@@ -184,10 +181,10 @@ def _lifted(operator: str, size: int) -> tuple[str, int]:
             "lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted "
             f"to are required, received {operator!r} and {size!r}."
         )
-    return operator, size
+    return (operator,), size
 
 
-def _gated(operator: str) -> str:
+def _gated(operator: str) -> tuple[tuple[str], int]:
     """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s
     ``key_gate``.
     """
@@ -201,26 +198,24 @@ def _gated(operator: str) -> str:
             f"gated: a key gate is for ridge and Koopman read-outs of the plain product, and {inner!r} is not one. Use "
             "ska or ridge, or leave the gate out."
         )
-    return operator
+    return (operator,), 0
+
+
+_AROUND: dict[str, Callable[..., tuple[tuple[str, ...], int]]] = {MIXTURE: _mixture, LIFTED: _lifted, GATED: _gated}
+
+
+def _inside(spec: str) -> tuple[tuple[str, ...], int]:
+    """The specs inside a mixture, a lifted or a gated layer, and the size beside them; none in other layers."""
+    return specs.made(spec, _AROUND) if specs.name_of(spec) in _AROUND else ((), 0)
 
 
 def operators_in(spec: str) -> tuple[str, ...]:
     """The operators of a layer: its spec, the spec on lifted keys, those of the parts of a mixture, or none for a
     recurrence.
     """
-    if inside := _inside(spec):
+    if inside := _inside(spec)[0]:
         return tuple(operator for part in inside for operator in operators_in(part))
     return () if specs.name_of(spec) in RECURRENCES else (spec,)
-
-
-def _inside(spec: str) -> tuple[str, ...]:
-    """The specs inside a mixture, a lifted or a gated layer; none in other layers."""
-    name = specs.name_of(spec)
-    if name == LIFTED:
-        return (specs.made(spec, {LIFTED: _lifted})[0],)
-    if name == GATED:
-        return (specs.made(spec, {GATED: _gated}),)
-    return specs.made(spec, {MIXTURE: _mixture})[0] if name == MIXTURE else ()
 
 
 def check(spec: str, dim: int) -> None:
@@ -231,7 +226,7 @@ def check(spec: str, dim: int) -> None:
     if name in RECURRENCES:
         with torch.device("meta"):
             specs.made(spec, RECURRENCES, {"dim": dim})
-    elif inside := _inside(spec):
+    elif inside := _inside(spec)[0]:
         for part in inside:
             check(part, dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
