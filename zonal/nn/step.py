@@ -1,6 +1,5 @@
 """Reading a prompt and decoding as functions of tensors, which ``torch.export`` and ``torch.compile`` trace."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class DecodeStep(nn.Module):
 
     def memory(self, state: State) -> LayerMemory:
         """The memory of a state. Its count leaves out padding that all sequences have."""
-        return _repositioned(_memory(state, self._kind, None))
+        return _memory(state, self._kind, None)._each(lambda layer: placed(layer, layer.reached()))
 
     def past(self, state: State) -> LayerMemory:
         """The memory of a state for ``layer(x, past)`` in a traced function. It does not know its number of tokens."""
@@ -197,11 +196,6 @@ def _memory(state: State, kind: _Kind, count: int | None) -> LayerMemory:
     memory = kind.memory.restored(kind.operator, form, held, named, {})
     others = tuple(_memory(under(state, f"others.{i}."), one, count) for i, one in enumerate(kind.others))
     return LayerMemory(memory, state.get("tail"), 0, -position, under(state, "carried."), others)
-
-
-def _repositioned(layer: LayerMemory) -> LayerMemory:
-    found = placed(layer, layer.reached())
-    return dataclasses.replace(found, others=tuple(_repositioned(other) for other in found.others))
 
 
 def _growing(state: State, kind: _Kind, tokens: Any) -> dict[str, Any]:
