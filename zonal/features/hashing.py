@@ -19,7 +19,6 @@ from zonal.tracing import concrete
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
 _MIX = 0x9E3779B1
-_FAMILIES = (((Euclidean, SquaredEuclidean), "plane"), (Sphere, "sphere"), (Hyperbolic, "hyperbolic"))
 
 
 class Drawn(NamedTuple):
@@ -92,11 +91,11 @@ def _mixed(parts: list[Tensor]) -> Tensor:
     return code & (CODES - 1) if len(parts) == 1 else ((code * _MIX) & 0xFFFFFFFF) >> 16
 
 
-def family(metric: Metric) -> str:
-    """The hash family of a space: "plane", "sphere", "hyperbolic" or "product"; "" where there is none."""
+def _hashed(metric: Metric) -> bool:
+    """Whether a space has a hash family."""
     if isinstance(metric, Product):
-        return "product" if all(family(factor) for factor in metric.factors) else ""
-    return next((name for kinds, name in _FAMILIES if isinstance(metric, kinds)), "")
+        return all(map(_hashed, metric.factors))
+    return isinstance(metric, Euclidean | SquaredEuclidean | Sphere | Hyperbolic)
 
 
 def hashing_refusal(score: Score) -> str | None:
@@ -107,7 +106,7 @@ def hashing_refusal(score: Score) -> str | None:
         return f"score {type(score).__name__} has no hash family"
     if score.dot is not None:
         return "a distance beside a dot product has no hash family"
-    return None if family(score.metric) else f"metric {type(score.metric).__name__} has no hash family"
+    return None if _hashed(score.metric) else f"metric {type(score.metric).__name__} has no hash family"
 
 
 def functions(score: Score, search: LSH, x: Tensor, width: int) -> list[Function]:
@@ -129,25 +128,21 @@ def codes(found: list[Function], tables: int) -> Tensor:
 
 def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Function]:
     """The functions whose cells make a code."""
-    kind = family(metric)
-    if kind == "product":
-        assert isinstance(metric, Product)
+    if isinstance(metric, Product):
         parts = x.split(metric.parts(x.shape[-1]), -1)
         return [
             function
             for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True))
             for function in _of(factor, search, part, seed + 7919 * (i + 1))
         ]
-    if kind == "plane":
-        return [grid(x, search, seed)]
-    if kind == "sphere":
+    if isinstance(metric, Sphere):
         return [simhash(x, search, seed)]
-    assert isinstance(metric, Hyperbolic)
-    offsets = drawn(1, search.tables, 1, seed + 1).offsets.to(x)
-    return [Function(metric.polar(x)[0], None, offsets, search.width), simhash(x, search, seed)]
+    if isinstance(metric, Hyperbolic):
+        offsets = drawn(1, search.tables, 1, seed + 1).offsets.to(x)
+        return [Function(metric.polar(x)[0], None, offsets, search.width), simhash(x, search, seed)]
+    return [grid(x, search, seed)]
 
 
 __all__ = [
-    "CODES", "Function", "cells", "codes", "drawn", "family", "functions", "grid", "hashing_refusal", "simhash",
-    "spaces",
+    "CODES", "Function", "cells", "codes", "drawn", "functions", "grid", "hashing_refusal", "simhash", "spaces",
 ]  # fmt: skip
