@@ -242,8 +242,7 @@ def _save(
 ) -> None:
     tensors = {f"value.{key}": value.detach() for key, value in named.items()}
     for key, value in named.items():
-        kept = optimiser.state.get(value, {})
-        tensors |= {f"{part}.{key}": kept[part] for part in ("exp_avg", "exp_avg_sq", "step") if part in kept}
+        tensors |= {f"{part}.{key}": kept for part, kept in optimiser.state.get(value, {}).items()}
     store.save_tensors(path, tensors, {"kind": _KIND, "stage": name, "told": told})
 
 
@@ -254,23 +253,17 @@ def _restored(
     if not path.exists():
         return 0, 0.0, []
     tensors, header = store.load_tensors(path, _KIND)
-    wanted = {key: value.shape for key, value in named.items()}
-    found = {key.removeprefix("value."): x.shape for key, x in tensors.items() if key.startswith("value.")}
-    if header.get("stage") != name or found != wanted:
+    values = store.under(tensors, "value.")
+    if header.get("stage") != name or store.unlike(values, named):
         raise FileFormatError(
             f"convert: {path} is the state of another conversion (another stage, model or operator). Choose another "
             "folder, or delete the file to begin again."
         )
     with torch.no_grad():
         for key, value in named.items():
-            value.copy_(tensors[f"value.{key}"])
-            kept = {
-                part: tensors[f"{part}.{key}"]
-                for part in ("exp_avg", "exp_avg_sq", "step")
-                if f"{part}.{key}" in tensors
-            }
-            if kept:
-                optimiser.state[value] = kept
+            value.copy_(values[key])
+            if f"step.{key}" in tensors:
+                optimiser.state[value] = {part: tensors[f"{part}.{key}"] for part in ("exp_avg", "exp_avg_sq", "step")}
     told = header["told"]
     return (told[-1]["step"], told[-1]["seconds"], told) if told else (0, 0.0, told)
 
