@@ -1,6 +1,5 @@
 """The causal language model: one token mixer per layer; everything else is shared by all operators."""
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -14,12 +13,11 @@ from zonal.memory import Criterion, Reading
 from zonal.models import files
 from zonal.models.config import ModelConfig
 from zonal.models.decoder import ModelDecoder
-from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
-from zonal.models.parts import LanguageModel, rotary_of
+from zonal.models.parts import LanguageModel
 from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
-from zonal.nn import Attention, Records, Rotary
+from zonal.nn import Records
 from zonal.nn.memory import Past, load_memories
 from zonal.nn.positions import check_masks
 
@@ -52,34 +50,9 @@ class CausalLM(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         if not config.causal:
             raise ArgumentError("CausalLM: a config with causal=True is required. TextEncoder takes causal=False.")
-        rotary = rotary_of(config)
-        super().__init__(
-            config,
-            (
-                mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary))
-                for spec, width in zip(config.layers, config.conv_widths, strict=True)
-            ),
-        )
+        super().__init__(config)
         self._known_origin: tuple[tuple[tuple[int, int], ...], str] | None = None
         self.reset_parameters()
-
-    def _attention(
-        self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool
-    ) -> Attention:
-        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size
-        of lifted queries and keys. gated: a gate weighs the keys.
-        """
-        config = self.config
-        if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
-            raise ArgumentError(
-                f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, "
-                f"received {config.heads} and {config.kv_heads}."
-            )
-        return Attention(
-            config.dim, config.heads // share, spec,
-            kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
-            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
-        )  # fmt: skip
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

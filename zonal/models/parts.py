@@ -1,6 +1,7 @@
 """Parts of a model, made from the names in its config, and what models of tokens share."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
+from zonal.models.layers import mixer
 from zonal.names import known_names
 from zonal.nn import (
+    Attention,
     Block,
     DenseSkip,
     Draws,
@@ -66,25 +69,49 @@ def rotary_of(config: ModelConfig) -> Rotary | bool:
 
 @known_names
 class LanguageModel(nn.Module):
-    """Embedding, one residual block per mixer, norm, and an output head, which may be the embedding.
+    """Embedding, one residual block per layer, norm, and an output head, which may be the embedding.
 
     block: the class of the blocks.
     """
 
     block: type[Block] = Block
 
-    def __init__(self, config: ModelConfig, mixers: Iterable[TokenMixer]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        rotary = rotary_of(config)
+        mixers = (
+            mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary))
+            for spec, width in zip(config.layers, config.conv_widths, strict=True)
+        )
         self.blocks = nn.ModuleList(
-            self.block(mixer, mlp_of(config), config.norm_eps, config.residual, records)
-            for records, mixer in enumerate(mixers, start=1)
+            self.block(each, mlp_of(config), config.norm_eps, config.residual, records)
+            for records, each in enumerate(mixers, start=1)
         )
         # what the norm before the output head reads
         self.history = DenseSkip(config.dim, len(config.layers) + 1) if config.residual == "dense" else LATEST
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def _attention(
+        self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool
+    ) -> Attention:
+        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size
+        of lifted queries and keys. gated: a gate weighs the keys.
+        """
+        config = self.config
+        if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
+            raise ArgumentError(
+                f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, "
+                f"received {config.heads} and {config.kv_heads}."
+            )
+        return Attention(
+            config.dim, config.heads // share, spec,
+            kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
+            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
+            causal=config.causal,
+        )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights, and the random features of operators. With a seed, each is drawn from a stream named by its
@@ -295,4 +322,4 @@ class LanguageModel(nn.Module):
         return logits.to(accumulation_dtype(logits.dtype))
 
 
-__all__ = ["IGNORE", "LanguageModel", "Predictions", "mlp_of", "rotary_of"]
+__all__ = ["IGNORE", "LanguageModel", "Predictions"]

@@ -8,9 +8,8 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
 from zonal.models.layers import operators_in
-from zonal.models.parts import LanguageModel, rotary_of
+from zonal.models.parts import LanguageModel
 from zonal.names import known_names
-from zonal.nn import Attention
 
 
 @known_names
@@ -40,17 +39,7 @@ class TextEncoder(LanguageModel):
             raise ArgumentError(
                 "TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out."
             )
-        config, rotary = dataclasses.replace(config, causal=False), rotary_of(config)
-        super().__init__(
-            config,
-            (
-                Attention(
-                    config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.size_of_head,
-                    qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, causal=False,
-                )
-                for spec in config.layers
-            ),
-        )  # fmt: skip
+        super().__init__(dataclasses.replace(config, causal=False))
         self.reset_parameters(seed)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, path: str = "auto") -> Tensor:
