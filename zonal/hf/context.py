@@ -59,7 +59,6 @@ class ContextMemory:
         self.model: Any = model
         self.tokenizer = tokenizer
         self._documents: dict[str, ModelMemory] = {}
-        self._tokens: dict[str, int] = {}
 
     def read(self, name: str, text: str) -> "Document":
         """Read a document and keep it under a name. It may have any length.
@@ -73,7 +72,7 @@ class ContextMemory:
             raise ArgumentError(f"ContextMemory.read: {name!r} has no tokens. Give a text with at least one.")
         cache = new_cache(self.model)
         self._read(tokens, cache)
-        self._documents[name], self._tokens[name] = cache.memory(), tokens.shape[1]
+        self._documents[name] = cache.memory()
         return self._document(name)
 
     def forget(self, name: str) -> None:
@@ -82,7 +81,7 @@ class ContextMemory:
         Raises: ArgumentError for an unknown name.
         """
         self._known([name], "forget")
-        del self._documents[name], self._tokens[name]
+        del self._documents[name]
 
     def contents(self) -> tuple[Document, ...]:
         """The documents in the order in which they were read."""
@@ -201,7 +200,7 @@ class ContextMemory:
             for number, (name, memory) in enumerate(self._documents.items()):
                 file = f"document-{number}.safetensors"
                 memory.save(target / file)
-                entries.append({"name": name, "tokens": self._tokens[name], "file": file})
+                entries.append({"name": name, "file": file})
             record = {"schema": _SCHEMA, "model": fingerprint(self.model), "documents": entries}
             store.write_checked(target / _INDEX, record)
 
@@ -218,22 +217,19 @@ class ContextMemory:
                 f"ContextMemory.load: {source} was written with other weights. Read the documents again."
             )
         with store.understood("ContextMemory.load", source / _INDEX):
-            entries = [(each["name"], int(each["tokens"]), each["file"]) for each in record["documents"]]
-            names = {name for name, _, _ in entries}
-            if len(names) < len(entries) or not all(isinstance(name, str) for name in names):
+            files = {each["name"]: each["file"] for each in record["documents"]}
+            if len(files) < len(record["documents"]) or not all(isinstance(name, str) for name in files):
                 raise ValueError("each document must have a name of its own, in text")
-            plain = all(Path(file).name == file for _, _, file in entries)
+            plain = all(Path(file).name == file for file in files.values())
         if not plain:
             raise FileFormatError(f"ContextMemory.load: {source / _INDEX} names files outside of its folder.")
-        taken = [name for name, *_ in entries if name in self._documents]
+        taken = [name for name in files if name in self._documents]
         if taken:
             raise ArgumentError(f"ContextMemory.load: {taken[0]!r} has been read already. Forget it first.")
         like = new_cache(self.model)  # has the shapes of the layers' memories
         self._read(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), like)
         layers = like.memory().layers
-        found = {name: ModelMemory(load_memories(source / file, layers)) for name, _, file in entries}
-        self._documents |= found
-        self._tokens |= {name: count for name, count, _ in entries}
+        self._documents |= {name: ModelMemory(load_memories(source / file, layers)) for name, file in files.items()}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -263,7 +259,8 @@ class ContextMemory:
             return torch.cat([self.model(piece, **{CACHE: cache}, logits_to_keep=keep).logits for piece in pieces], 1)
 
     def _document(self, name: str) -> Document:
-        return Document(name, self._tokens[name], self._documents[name].nbytes)
+        memory = self._documents[name]
+        return Document(name, memory.layers[0].length, memory.nbytes)
 
     def _known(self, names: Iterable[str], verb: str) -> None:
         for name in names:
