@@ -117,9 +117,9 @@ def test_non_finite_padding_does_not_leak():
         (lambda c: c(torch.zeros(2, 3, 5), torch.zeros(2, 3, 5)), "tail must be"),
         (lambda c: c(torch.zeros(1, 3, 5), c.empty_tail(1), cu_seqlens=torch.tensor([0, 3])), "no tail"),
         (lambda c: c(torch.zeros(2, 3, 5), cu_seqlens=torch.tensor([0, 3])), "batch 1"),
-        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0, 2])), "number of tokens 3"),
-        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0, 2, 2, 3])), "number of tokens 3"),
-        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0.0, 3.0])), "integer"),
+        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0, 2])), "packed length 3"),
+        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0, 2, 2, 3])), "packed length 3"),
+        (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0.0, 3.0])), "whole numbers"),
         (lambda c: c(torch.zeros(2, 3, 5), key_padding_mask=torch.ones(2, 3)), "boolean"),
         (lambda c: c(torch.zeros(2, 3, 5), key_padding_mask=torch.ones(3, 2, dtype=torch.bool)), r"\(2, 3\)"),
         (

@@ -439,11 +439,11 @@ def composed(later: Tensor, earlier: Tensor) -> Tensor:
     return (later.float() @ earlier.float()) > 0
 
 
-def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+def checked_cu_seqlens(cu_seqlens: Tensor, total: int, call: str = "attention") -> Tensor:
     """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
     if cu_seqlens.dtype not in _WHOLE or cu_seqlens.device.type == "meta":
         raise ArgumentError(
-            f"attention: cu_seqlens must hold whole numbers, received {cu_seqlens.dtype} on {cu_seqlens.device}."
+            f"{call}: cu_seqlens must hold whole numbers, received {cu_seqlens.dtype} on {cu_seqlens.device}."
         )
     edges = cu_seqlens.detach().to("cpu", torch.int64)
     good = (
@@ -455,7 +455,7 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     )
     if not good:
         raise ArgumentError(
-            f"attention: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received "
+            f"{call}: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received "
             f"{cu_seqlens.tolist()}."
         )
     return edges

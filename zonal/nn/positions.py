@@ -1,10 +1,9 @@
 """Positions of tokens under packing and padding, and checks of the two masks."""
 
-import itertools
-
 import torch
 from torch import Tensor
 
+from zonal.algebra.prior import checked_cu_seqlens
 from zonal.errors import ArgumentError
 from zonal.typed import check_tensors
 
@@ -29,17 +28,7 @@ def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | N
             raise ArgumentError(
                 f"{call}: cu_seqlens packs all documents into one row, so x must have batch 1; received batch {batch}."
             )
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-            raise ArgumentError(
-                f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received "
-                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
-            )
-        offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != length or any(b <= a for a, b in itertools.pairwise(offsets)):
-            raise ArgumentError(
-                f"{call}: cu_seqlens must rise strictly from 0 to the number of tokens {length}, received "
-                f"{offsets[0]} … {offsets[-1]} ({len(offsets)} offsets)."
-            )
+        checked_cu_seqlens(cu_seqlens, length, call)
 
 
 def document_index(cu_seqlens: Tensor, length: int) -> Tensor:
