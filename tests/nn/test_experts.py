@@ -139,7 +139,10 @@ def test_a_mixture_of_attentions_is_a_conditional_on_its_parts_keys():
             lambda: ModelConfig(5, 8, ("softmax",), heads=2, mlp="experts", experts=1),
             "experts must be at least 2, received 1",
         ),
-        (lambda: ModelConfig(5, 8, ("softmax",), heads=2, experts=0), "experts must be a positive integer, received 0"),
+        (
+            lambda: ModelConfig(5, 8, ("softmax",), heads=2, experts=0),
+            "experts must be a whole number >= 1, received 0",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(call, words):

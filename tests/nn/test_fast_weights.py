@@ -393,7 +393,7 @@ def of_other_sizes(layer: MesaNet) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: MesaNet(12, state=0, head_dim=4), ArgumentError, "nn.MesaNet: state must be a positive integer"),
+        (lambda: MesaNet(12, state=0, head_dim=4), ArgumentError, "nn.MesaNet: state must be a whole number >= 1"),
         (lambda: MesaNet(12, head_dim=4, ridge_floor=0.0), ArgumentError, "ridge_floor > 0"),
         (lambda: MesaNet(12, head_dim=4, steps=0), ArgumentError, "steps >= 1"),
         (lambda: GatedKalmaNet(12, head_dim=4, ridge=0.0), ArgumentError, "ridge > 0"),

@@ -378,8 +378,8 @@ def test_weights_by_other_names_and_what_does_not_fit():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: Mamba2(0), ArgumentError, "nn.Mamba2: dim must be a positive integer, received 0"),
-        (lambda: Mamba2(12, state=2.5), ArgumentError, "state must be a positive integer"),
+        (lambda: Mamba2(0), ArgumentError, "nn.Mamba2: dim must be a whole number >= 1, received 0"),
+        (lambda: Mamba2(12, state=2.5), ArgumentError, "state must be a whole number >= 1"),
         (
             lambda: Mamba2(12, head_dim=7),
             ArgumentError,

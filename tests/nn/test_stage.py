@@ -165,7 +165,7 @@ def test_saved_and_loaded(residual, tmp_path):
         assert torch.equal(x, y)
     # equal weights at other addresses: torch's products may round their last bit otherwise
     torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-12, atol=1e-12)
-    with pytest.raises(ArgumentError, match=r"residual must be 'pre' or 'post' or 'gated' or 'dense', received 'norm'"):
+    with pytest.raises(ArgumentError, match=r"residual must be 'pre', 'post', 'gated' or 'dense', received 'norm'"):
         config("norm")
 
 

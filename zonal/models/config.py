@@ -5,14 +5,17 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
+from zonal.algebra.declaration import require_one_of, require_whole
 from zonal.errors import ArgumentError
 from zonal.limits import RATIO, SIZE, Between
 from zonal.models.layers import check, layer_list
 from zonal.names import known_names
 from zonal.nn import Residual, RopeScaling
-from zonal.typed import check_fields
+from zonal.nn.requirements import sizes_of_heads
+from zonal.typed import check_fields, check_switch
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
+_MOST = 2**40
 # fields that older saved runs do not have: such a run has their defaults, and can be resumed
 _LATER = ("residual", "experts", "experts_per_token", "silent_tokens", "rope_scaling", "causal")
 
@@ -91,7 +94,7 @@ class ModelConfig(ModelSettings):
         self._check_numbers()
         self._check_choices()
         self._read_layers()
-        self._check_sizes()
+        self._check_rotary()
         self._read_conv()
         self._read_scaling()
 
@@ -99,13 +102,12 @@ class ModelConfig(ModelSettings):
         return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
 
     def _check_numbers(self) -> None:
-        for field in ("vocab_size", "dim", "heads", "experts", "experts_per_token"):
-            if not _is_int(getattr(self, field)) or getattr(self, field) < 1:
-                raise self._refuse(field, "a positive integer")
-        for field in ("kv_heads", "head_dim", "qk_dim", "max_len"):
-            value = getattr(self, field)
-            if value is not None and (not _is_int(value) or value < 1):
-                raise self._refuse(field, "a positive integer or None")
+        sizes_of_heads("ModelConfig", self.dim, self.heads, self.kv_heads, self.head_dim)
+        for field in ("vocab_size", "experts", "experts_per_token"):
+            require_whole(f"ModelConfig: {field}", getattr(self, field), most=_MOST)
+        for field in ("qk_dim", "max_len"):
+            if getattr(self, field) is not None:
+                require_whole(f"ModelConfig: {field}", getattr(self, field), most=_MOST)
         for field in ("mlp_ratio", "norm_eps", "init_std", "rotary_base"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
@@ -113,11 +115,9 @@ class ModelConfig(ModelSettings):
 
     def _check_choices(self) -> None:
         for field in ("rotary", "qk_norm", "tie_embeddings", "causal"):
-            if not isinstance(getattr(self, field), bool):
-                raise self._refuse(field, "True or False")
-        for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):
-            if getattr(self, field) not in names:
-                raise self._refuse(field, " or ".join(repr(name) for name in names))
+            check_switch("ModelConfig", field, getattr(self, field))
+        require_one_of("ModelConfig: mlp", self.mlp, get_args(Mlp))
+        require_one_of("ModelConfig: residual", self.residual, get_args(Residual))
         silent = self.silent_tokens
         if not isinstance(silent, tuple | list) or not all(
             _is_int(token) and 0 <= token < self.vocab_size for token in silent
@@ -150,14 +150,7 @@ class ModelConfig(ModelSettings):
         for spec in dict.fromkeys(self.layers):
             check(spec, self.dim)  # an unknown name or argument is refused here, not when the model is built
 
-    def _check_sizes(self) -> None:
-        if self.head_dim is None and self.dim % self.heads:
-            raise ArgumentError(
-                f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of "
-                "heads or give head_dim."
-            )
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")
+    def _check_rotary(self) -> None:
         if self.rotary and (self.qk_dim or self.size_of_head) % 2:
             raise ArgumentError(
                 f"ModelConfig: rotary needs an even head size, received {self.qk_dim or self.size_of_head}."

@@ -100,7 +100,7 @@ class Attention(TokenMixer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        kv_heads, head_dim = requirements.sizes_of_heads(dim, heads, kv_heads, head_dim)
+        kv_heads, head_dim = requirements.sizes_of_heads("nn.Attention", dim, heads, kv_heads, head_dim)
         requirements.check_settings(readout_norm, conv, context_dim, init, dropout)
         for name, given in (("qk_norm", qk_norm), ("key_gate", key_gate), ("bias", bias), ("causal", causal)):
             check_switch("nn.Attention", name, given)

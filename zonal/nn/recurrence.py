@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Raw
+from zonal.algebra.declaration import require_whole
 from zonal.algebra.link import Identity
 from zonal.algebra.operator import Operator
 from zonal.algebra.score import Dot
@@ -48,9 +49,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in ("dim", "state", "head_dim", "expand", "groups"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{self.call}: {name} must be a positive integer, received {value!r}.")
+            require_whole(f"{self.call}: {name}", getattr(self, name))
         if self.inner % self.head_dim:
             raise ArgumentError(
                 f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}. "

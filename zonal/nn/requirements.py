@@ -14,21 +14,21 @@ from zonal.errors import ArgumentError, unknown_name
 from zonal.memory.weights import weighs_keys
 
 
-def sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+def sizes_of_heads(call: str, dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """``kv_heads`` and ``head_dim`` with their defaults. Raises: ArgumentError for sizes that do not fit."""
     kv_heads = heads if kv_heads is None else kv_heads
     for name, size in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
-        require_whole(f"nn.Attention: {name}", size)
+        require_whole(f"{call}: {name}", size)
     if heads % kv_heads:
-        raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
+        raise ArgumentError(f"{call}: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
     if head_dim is None:
         if dim % heads:
             raise ArgumentError(
-                f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
+                f"{call}: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
                 "or pass head_dim."
             )
         head_dim = dim // heads
-    require_whole("nn.Attention: head_dim", head_dim)
+    require_whole(f"{call}: head_dim", head_dim)
     return kv_heads, head_dim
 
 
