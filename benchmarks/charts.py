@@ -4,12 +4,10 @@ inside.
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from zonal import store
 from zonal.evaluation import spread
 from zonal.report import formats, style
 from zonal.report.page import asset, script_json
@@ -170,9 +168,4 @@ def html(
     )  # fmt: skip
 
 
-def write(path: Path, page: str) -> None:
-    """Write a page, whole or not at all."""
-    store.write_bytes(path, page.encode())
-
-
-__all__ = ["Row", "chart", "html", "series", "write"]
+__all__ = ["Row", "chart", "html", "series"]

@@ -206,10 +206,13 @@ def folder_of_records(about: str) -> Path:
     return folder
 
 
-def write_page(out: str, page: Callable[[Path, Any], None]) -> None:
-    """Write the HTML page of the JSON ``out`` beside it."""
+def write_page(out: str, page: Callable[[Any], str]) -> None:
+    """Write the HTML page of the JSON ``out`` beside it; nothing for "-". page: made of what the JSON holds."""
+    if out == "-":
+        return
     with store.understood("bench", out):
-        page(Path(out).with_suffix(".html"), store.read_json(out))
+        text = page(store.read_json(out))
+    store.write_bytes(Path(out).with_suffix(".html"), text.encode())
 
 
 class Row(Protocol):

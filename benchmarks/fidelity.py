@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import captured, common, fidelity_page, fidelity_picture
 from benchmarks.fidelity_maps import SCALES, TABLE_10, Candidate, candidates, table_10
+from zonal import store
 from zonal.algebra.link import SquaredAffine, Yat
 from zonal.errors import ArgumentError
 from zonal.evaluation import spread
@@ -454,7 +455,7 @@ def main(argv: list[str] | None = None) -> int:
         str(Path(options.out).with_suffix(".html")) if options.page == "auto" and options.out != "-" else options.page
     )
     if page not in ("-", "auto"):
-        fidelity_page.write(Path(page), rows)
+        store.write_bytes(page, fidelity_page.html(rows).encode())
         print(f"wrote {page}")
     if options.picture is not None:
         fidelity_picture.write(options.picture, rows)

@@ -4,13 +4,11 @@ in a table.
 
 import base64
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from benchmarks.charts import LOADER
-from zonal import store
 from zonal.report import style
 from zonal.report.page import asset, script_json
 
@@ -131,9 +129,4 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the page, whole or not at all."""
-    store.write_bytes(path, html(rows).encode())
-
-
-__all__ = ["html", "write"]
+__all__ = ["html"]

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-only", action="store_true", help="stop after training")
     options = parser.parse_args(argv)
     if options.page:
-        common.write_page(options.out, merging_page.write)
+        common.write_page(options.out, merging_page.html)
         return 0
     run = common.Run(options, only_cpu="models are trained and timed on the CPU")
     device = run.device
@@ -262,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         "training_seconds": {name: round(progress.seconds) for name, (_, progress) in made.items()},
     }  # fmt: skip
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if run.target != "-":
-        common.write_page(run.target, merging_page.write)
+    common.write_page(run.target, merging_page.html)
     return 0 if math.isfinite(error) else 1
 
 

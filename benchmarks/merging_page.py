@@ -1,7 +1,6 @@
 """The page of `zonal bench merging`: accuracy against the share of tokens merged away, and against speed."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import charts as page
@@ -89,8 +88,8 @@ def findings(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the page of what the benchmark wrote."""
+def html(value: Mapping[str, Any]) -> str:
+    """The page as one string, from what the benchmark writes."""
     sizes, summary = value["settings"], value["summary"]
     about = (
         f"A vision transformer of {summary['parameters']:,} parameters on Fashion-MNIST: patches of "
@@ -103,17 +102,8 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
             f" Other work shared the cores (a load of {load:g} a core when it began): a machine of its own "
             "does more images a second. What is compared was timed in turns."
         )
-    page.write(
-        path,
-        page.html(
-            "Merging tokens",
-            "Fewer tokens: what it costs, what it gains",
-            about,
-            findings(summary),
-            charts(list(value["rows"])),
-            value,
-        ),
-    )
+    heading = "Fewer tokens: what it costs, what it gains"
+    return page.html("Merging tokens", heading, about, findings(summary), charts(list(value["rows"])), value)
 
 
-__all__ = ["charts", "write"]
+__all__ = ["charts", "html"]

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fidelity_page, merging_page, recall_page, scaling_page, sparse_page, verdicts_page
-from benchmarks.common import folder_of_records
-from zonal.store import read_json
+from benchmarks.common import folder_of_records, write_page
 
-PAGES: dict[str, Callable[[Path, Any], None]] = {
-    "fidelity": lambda path, value: fidelity_page.write(path, value["rows"]),
-    "merging": merging_page.write,
-    "recall": recall_page.write,
-    "scaling": scaling_page.write,
-    "sparse": sparse_page.write,
-    "verdicts": verdicts_page.write,
+PAGES: dict[str, Callable[[Any], str]] = {
+    "fidelity": lambda value: fidelity_page.html(value["rows"]),
+    "merging": merging_page.html,
+    "recall": recall_page.html,
+    "scaling": scaling_page.html,
+    "sparse": sparse_page.html,
+    "verdicts": verdicts_page.html,
 }
 
 
@@ -26,7 +25,7 @@ def write(folder: Path) -> list[Path]:
     for record in sorted(folder.rglob("*.json")):
         if record.stem in PAGES:
             made.append(record.with_suffix(".html"))
-            PAGES[record.stem](made[-1], read_json(record))
+            write_page(str(record), PAGES[record.stem])
     return made
 
 

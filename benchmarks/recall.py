@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page; 0 when K returned the value K after the key."""
     options = common.parser(__doc__ or "", "recall", "budget", "page", budget=4.0).parse_args(argv)
     if options.page:
-        common.write_page(options.out, recall_page.write)
+        common.write_page(options.out, recall_page.html)
         return 0
     run = common.Run(options, only_cpu="memories are read and timed on the CPU")
     sizes = QUICK if options.quick else Sizes()
@@ -350,8 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     shifted = all(summary["offset_returned"][f"SKA K={power}"] == power for power in POWERS)
     print(f"K returns the value K after the key's own: {'holds' if shifted else 'MISSED'}")
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if run.target != "-":
-        common.write_page(run.target, recall_page.write)
+    common.write_page(run.target, recall_page.html)
     return 0 if shifted and math.isfinite(error) else 1
 
 

@@ -3,7 +3,6 @@ inside and every number in a table.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import charts as page
@@ -194,14 +193,12 @@ def findings(summary: Mapping[str, Any], rows: list[Row]) -> list[str]:
     return lines
 
 
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the page of what the benchmark wrote."""
+def html(value: Mapping[str, Any]) -> str:
+    """The page as one string, from what the benchmark writes."""
     about = "Memories are not trained: random keys of length 1, an answer is the stored value nearest to what was read."
     rows = list(value["rows"])
     heading = "What SKA remembers, how much, for how long, at what cost"
-    page.write(
-        path, page.html("What SKA remembers", heading, about, findings(value["summary"], rows), charts(rows), value)
-    )
+    return page.html("What SKA remembers", heading, about, findings(value["summary"], rows), charts(rows), value)
 
 
-__all__ = ["charts", "write"]
+__all__ = ["charts", "html"]

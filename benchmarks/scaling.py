@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     run = common.Run(parser.parse_args(argv), only_cpu="peak memory is that of a process on a CPU")
     if run.options.page:
-        common.write_page(run.options.out, scaling_page.write)
+        common.write_page(run.options.out, scaling_page.html)
         return 0
     if min(run.options.tokens) < 1:
         raise ArgumentError(f"bench: --tokens must be at least 1, received {min(run.options.tokens)}.")
@@ -199,8 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             rows += made
     settings = {"budget_seconds": run.options.budget, "batch": 1, "heads": HEADS, "dim": DIM, "dtype": "float32"}
     run.write(rows, {"errors": errors, "longest": longest(rows)}, settings)
+    common.write_page(run.target, scaling_page.html)
     if run.target != "-":
-        common.write_page(run.target, scaling_page.write)
         print(f"Page: {Path(run.target).with_suffix('.html')}")
     return 0
 

@@ -1,7 +1,6 @@
 """The page of `zonal bench scaling`: time, tokens a second and memory against the number of tokens."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import charts as drawing
@@ -58,9 +57,4 @@ def html(value: Mapping[str, Any]) -> str:
     return drawing.html("Scaling", heading, about, [finding(rows)], charts(rows), value)
 
 
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the page, whole or not at all."""
-    drawing.write(path, html(value))
-
-
-__all__ = ["charts", "finding", "html", "write"]
+__all__ = ["charts", "finding", "html"]

@@ -224,8 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     made = {**summary(rows), "gate_error": error}
     run.write(rows, made, settings)
-    if run.target != "-":
-        common.write_page(run.target, sparse_page.write)
+    common.write_page(run.target, sparse_page.html)
     return 0 if made["held"] or options.quick else 1
 
 

@@ -1,12 +1,10 @@
 """The page of `zonal bench sparse`: what the number of tables and of keys kept buys, and what it costs."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import charts as drawing
 from benchmarks.charts import Row
-from zonal import store
 from zonal.report import formats, style
 
 _LOOKS = {f"K = {top}": style.LOOKS[place] for place, top in enumerate((16, 64, 256))}
@@ -72,9 +70,4 @@ def html(value: Mapping[str, Any]) -> str:
     )
 
 
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the page, whole or not at all."""
-    store.write_bytes(path, html(value).encode())
-
-
-__all__ = ["charts", "html", "write"]
+__all__ = ["charts", "html"]

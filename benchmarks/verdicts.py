@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     options = common.parser(__doc__ or "", "verdicts", "page").parse_args(argv)
     if options.page:
-        common.write_page(options.out, verdicts_page.write)
+        common.write_page(options.out, verdicts_page.html)
         return 0
     run = common.Run(options, only_cpu="memories are read on the CPU")
     sizes = QUICK if options.quick else Sizes()
@@ -363,8 +363,7 @@ def main(argv: list[str] | None = None) -> int:
         f"one criterion is never taken back: {'holds' if kept else 'MISSED'}"
     )
     run.write(rows, summary, dataclasses.asdict(sizes))
-    if run.target != "-":
-        common.write_page(run.target, verdicts_page.write)
+    common.write_page(run.target, verdicts_page.html)
     return 0 if told and kept else 1
 
 

@@ -1,12 +1,10 @@
 """The page of `zonal bench verdicts`: what a memory knows of what it does not know."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import charts as drawing
 from benchmarks.charts import Row, chart, series
-from zonal import store
 from zonal.report import formats, style
 
 _KNOWN = (
@@ -181,9 +179,4 @@ def html(value: Mapping[str, Any]) -> str:
     )
 
 
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write the page, whole or not at all."""
-    store.write_bytes(path, html(value).encode())
-
-
-__all__ = ["charts", "html", "write"]
+__all__ = ["charts", "html"]
