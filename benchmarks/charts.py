@@ -2,7 +2,6 @@
 inside.
 """
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jinja2
 
 from zonal.evaluation import spread
 from zonal.report import formats, style
-from zonal.report.page import asset, script_json
+from zonal.report.page import shipped
 from zonal.report.table import device
 
 _HEAD = """<!doctype html>
@@ -162,9 +161,8 @@ def html(
     circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_PAGE)
     return template.render(
-        title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings,
-        circumstances=circumstances,
-        payload=script_json(kept), plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
+        title=title, heading=heading, about=about, charts=charts, findings=findings, circumstances=circumstances,
+        **shipped(kept),
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 in a table.
 """
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jinja2
 
 from benchmarks.charts import LOADER
 from zonal.report import style
-from zonal.report.page import asset, script_json
+from zonal.report.page import shipped
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -123,10 +122,8 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(_HEAD + LOADER + _DRAWING).render(
-        css=asset("page.css").decode(), masks=masks, rows=points, paper=any("paper" in row for row in points),
-        payload=script_json(payload),
-        plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
-    )  # fmt: skip
+        masks=masks, rows=points, paper=any("paper" in row for row in points), **shipped(payload)
+    )
 
 
 __all__ = ["html"]

@@ -12,8 +12,6 @@ import jinja2
 from zonal.report import charts, commands, diagnostics, formats, glossary, style, table, transfer
 from zonal.report.summary import METRIC_NAMES, Summary
 
-_PLOTLY = "plotly-basic-4.1.1.min.js.gz"
-
 
 def asset(name: str) -> bytes:
     """A file shipped beside this module."""
@@ -44,13 +42,18 @@ def rendered_html(name: str, values: Mapping[str, Any]) -> bytes:
     """The page of the template called ``name``: one file with style, plotly, and the script of that name, which draws
     the value "payload".
     """
-    shipped = {
-        "payload": script_json(values["payload"]),
+    script = asset("unpack.js").decode() + asset(f"{name}.js").decode()
+    page = _environment(html=True).get_template(f"{name}.html.j2")
+    return page.render({**values, **shipped(values["payload"]), "script": script}).encode()
+
+
+def shipped(payload: Any) -> dict[str, str]:
+    """What every page carries: what its script draws, style and plotly."""
+    return {
+        "payload": script_json(payload),
         "css": asset("page.css").decode(),
-        "script": asset("unpack.js").decode() + asset(f"{name}.js").decode(),
-        "plotly": base64.b64encode(asset(_PLOTLY)).decode(),
+        "plotly": base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
     }
-    return _environment(html=True).get_template(f"{name}.html.j2").render({**values, **shipped}).encode()
 
 
 def rendered_markdown(name: str, values: Mapping[str, Any]) -> bytes:
