@@ -52,12 +52,12 @@ def permuted(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
     return image.astype(np.int64).reshape(np.shape(positions))
 
 
-def shuffled_rows(numbers: np.ndarray, count: int, seed: int) -> np.ndarray:
+def shuffled_rows(numbers: np.ndarray, count: int, seed: int, *key: int) -> np.ndarray:
     """The rows of a table of ``count`` rows that examples with these numbers see, when each pass over the table is in
-    an order of its own. numbers: from 0 on, (N,). Returns int64 (N,).
+    an order of its own, named by (seed, pass, *key). numbers: from 0 on, (N,). Returns int64 (N,).
     """
     passes, places = np.divmod(numbers, count)
     rows = np.empty_like(places)
     for number in np.unique(passes).tolist():
-        rows[passes == number] = permuted(places[passes == number], count, (seed, number))
+        rows[passes == number] = permuted(places[passes == number], count, (seed, number, *key))
     return rows

@@ -23,7 +23,7 @@ from zonal.data import permuted, shuffled_rows
 from zonal.data.wordnet import WORDNET, definitions
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, HeldOut, check_batch, stream
 
 SHOWN = 0.5
 LEAST, MOST = 8, 40
@@ -33,7 +33,7 @@ _SIGNS = ("·", "◌", "?")
 
 
 @known_names
-class Glosses(Task):
+class Glosses(HeldOut):
     """The noun that is defined, from half of the words of its definition.
 
     folder: of WordNet's files. length: tokens of a sequence, words that do not fit are left out at the end. labels:
@@ -86,16 +86,11 @@ class Glosses(Task):
         rows = shuffled_rows(numbers, self.labels, seed)
         return self._batch(rows, [(seed, number, TRAIN) for number in numbers.tolist()])
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Glosses.evaluation_batches", batch_size)
-        return self._tested(0, batch_size, TEST)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """As many other labels, or all other; other halves of the same definitions where all labels are evaluated."""
-        check_batch("Glosses.validation_batches", batch_size)
-        return self._tested(self.test_examples % self.labels, batch_size, VALIDATION)
-
-    def _tested(self, first: int, batch_size: int, use: int) -> Iterator[Batch]:
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        """For validation as many other labels, or all other; other halves of the same definitions where all labels are
+        evaluated.
+        """
+        first = 0 if use == TEST else self.test_examples % self.labels
         end = min(first + self.test_examples, self.labels)
         for begin in range(first, end, batch_size):
             rows = np.arange(begin, min(begin + batch_size, end))

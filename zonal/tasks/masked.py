@@ -13,7 +13,7 @@ import torch
 
 from zonal.data.tokenizers import Tokenizer
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, stream
+from zonal.tasks.task import IGNORED, TRAIN, Batch, Guess, stream
 from zonal.tasks.text import Text
 
 ASKED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
@@ -33,15 +33,9 @@ class MaskedText(Text):
         windows = super().train_batch(step, batch_size, seed).tokens
         return self._hidden(windows, [(seed, step * batch_size + row, TRAIN) for row in range(batch_size)])
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self._asked(super().evaluation_batches(batch_size), TEST)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        return self._asked(super().validation_batches(batch_size), VALIDATION)
-
-    def _asked(self, batches: Iterator[Batch], use: int) -> Iterator[Batch]:
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
         number = 0
-        for windows in batches:
+        for windows in super().tested(batch_size, use):
             rows = windows.tokens.shape[0]
             yield self._hidden(windows.tokens, [(number + row, use) for row in range(rows)])
             number += rows

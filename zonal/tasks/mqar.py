@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zonal.data import permuted
+from zonal.data import permuted, shuffled_rows
 from zonal.errors import ArgumentError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, Task, check_batch
+from zonal.tasks.task import IGNORED, TEST, TRAIN, VALIDATION, Batch, Guess, HeldOut, check_batch
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
@@ -240,7 +240,7 @@ def _mean(found: Sequence[tuple[float, int]]) -> float:
 
 
 @known_names
-class MQAR(Task):
+class MQAR(HeldOut):
     """Recall on fixed sets of training and test sequences, in segments of one length and number of pairs each.
 
     Either one segment (length, pairs, train_examples, test_examples) or lists of them (train_segments, test_segments).
@@ -330,21 +330,10 @@ class MQAR(Task):
         segment = self.train_segments[number]
         # the segment's rows as one endless stream, a new order each time around
         stream = (epoch * rounds[number] + slot) * batch_size + np.arange(batch_size)
-        turns, places = np.divmod(stream, segment.examples)
-        rows = np.empty_like(places)
-        for turn in np.unique(turns).tolist():
-            rows[turns == turn] = permuted(places[turns == turn], segment.examples, (seed, turn, number + 1))
+        rows = shuffled_rows(stream, segment.examples, seed, number + 1)
         return self._batch(segment, *self.examples(number, TRAIN).tensors(rows))
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("MQAR.evaluation_batches", batch_size)
-        return self._tested(batch_size, TEST)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("MQAR.validation_batches", batch_size)
-        return self._tested(batch_size, VALIDATION)
-
-    def _tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
         for number, segment in enumerate(self.test_segments):
             examples = self.examples(number, use)
             for begin in range(0, segment.examples, batch_size):

@@ -22,11 +22,11 @@ from zonal.data import shuffled_rows
 from zonal.data.images import FASHION_CLASSES, FASHION_MNIST, Images, fashion_mnist
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
+from zonal.tasks.task import IGNORED, TEST, Batch, Guess, HeldOut, check_batch
 
 
 @known_names
-class Pixels(Task):
+class Pixels(HeldOut):
     """Which of ten classes a picture belongs to.
 
     folder: of the files. side: squares a row, a divisor of the height of the pictures; a sequence has side² + 1 tokens.
@@ -91,17 +91,12 @@ class Pixels(Task):
         rows = shuffled_rows(step * batch_size + np.arange(batch_size), len(self._train[0]), seed)
         return self._batch(self._train, torch.from_numpy(rows))
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Pixels.evaluation_batches", batch_size)
-        for rows in torch.arange(self.test_examples).split(batch_size):
-            yield self._batch(self._test, rows)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Of the test pictures that are not evaluated, as many as are, or all; none where all are evaluated."""
-        check_batch("Pixels.validation_batches", batch_size)
-        left = torch.arange(self.test_examples, min(2 * self.test_examples, len(self._test[0])))
-        for rows in left.split(batch_size) if len(left) else ():
-            yield self._batch(self._test, rows)
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        """For validation as many of the other test pictures, or all; none where all are evaluated."""
+        first = 0 if use == TEST else self.test_examples
+        end = min(first + self.test_examples, len(self._test[0]))
+        for begin in range(first, end, batch_size):
+            yield self._batch(self._test, torch.arange(begin, min(begin + batch_size, end)))
 
     def _batch(self, part: tuple[Tensor, Tensor], rows: Tensor) -> Batch:
         tokens = F.pad(part[0][rows].long(), (0, 1), value=self.levels)

@@ -182,7 +182,25 @@ class Task(ABC):
         """Tokens as people read them; None when they mean nothing to people."""
 
 
-class Drawn(Task, Generic[C]):
+class HeldOut(Task):
+    """A task with a validation set, which is made like its evaluation set."""
+
+    @abstractmethod
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        """The evaluation set where ``use`` is ``TEST``; where it is ``VALIDATION``, sequences that are not in it, or
+        nothing.
+        """
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch(f"{type(self).__name__}.evaluation_batches", batch_size)
+        return self.tested(batch_size, TEST)
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch(f"{type(self).__name__}.validation_batches", batch_size)
+        return self.tested(batch_size, VALIDATION)
+
+
+class Drawn(HeldOut, Generic[C]):
     """A task whose sequences are drawn: each is a function of its cell, which says what it is like, and of its key.
 
     A subclass is a dataclass. Its fields are its settings, in JSON as ``config`` has them, with ``seed`` and ``name``.
@@ -206,18 +224,6 @@ class Drawn(Task, Generic[C]):
     @abstractmethod
     def word(self, token: int) -> str:
         """A token as people read it."""
-
-    @abstractmethod
-    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
-        """The evaluation set where ``use`` is ``TEST``; with another ``use``, as many other sequences of its cells."""
-
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch(f"{type(self).__name__}.evaluation_batches", batch_size)
-        return self.tested(batch_size, TEST)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch(f"{type(self).__name__}.validation_batches", batch_size)
-        return self.tested(batch_size, VALIDATION)
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch(f"{type(self).__name__}.train_batch", batch_size, step, seed)

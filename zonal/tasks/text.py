@@ -21,7 +21,7 @@ from zonal.data.shards import Corpus
 from zonal.data.tokenizers import Tokenizer
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import Batch, Guess, Task, check_batch
+from zonal.tasks.task import TEST, Batch, Guess, HeldOut, check_batch
 
 _BLOCK = 1 << 20
 _COUNTED = 1 << 24
@@ -50,7 +50,7 @@ def _split(corpus: Corpus, token_bytes: np.ndarray, validation_fraction: float) 
 
 
 @known_names
-class Text(Task):
+class Text(HeldOut):
     """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…"
     (``zonal.data.open_source``).
 
@@ -169,16 +169,11 @@ class Text(Task):
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         return self._batch(self.train_starts(step, batch_size, seed).tolist())
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        check_batch("Text.evaluation_batches", batch_size)
-        return self._windows(self._evaluated, batch_size)
-
-    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """At most as many windows of the validation part as are evaluated, between these; none where all of it is."""
-        check_batch("Text.validation_batches", batch_size)
-        return self._windows(self._validated, batch_size)
-
-    def _windows(self, starts: np.ndarray, batch_size: int) -> Iterator[Batch]:
+    def tested(self, batch_size: int, use: int) -> Iterator[Batch]:
+        """For validation at most as many windows of the validation part as are evaluated, between these; none where all
+        of it is.
+        """
+        starts = self._evaluated if use == TEST else self._validated
         for begin in range(0, len(starts), batch_size):
             yield self._batch(starts[begin : begin + batch_size].tolist())
 
