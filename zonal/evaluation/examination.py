@@ -5,10 +5,11 @@ means by cell.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from zonal.errors import ArgumentError
-from zonal.evaluation.metrics import MeasuredTask, Predictor, cell_of, evaluating
+from zonal.evaluation.metrics import Predictor, cell_of, evaluating
+from zonal.tasks.task import Examinee, Task
 
 
 class Marks:
@@ -49,13 +50,13 @@ class Marks:
         ]
 
 
-def examine(model: Predictor, task: MeasuredTask, *, batch_size: int) -> list[dict[str, Any]]:
+def examine(model: Predictor, task: Task, *, batch_size: int) -> list[dict[str, Any]]:
     """What ``task`` finds of ``model``, one object a cell, see ``Marks.result``; empty for tasks that examine nothing.
 
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
     """
     marks = Marks()
     with evaluating(model):
-        for found in task.examine(model, batch_size):
+        for found in task.examine(cast(Examinee, model), batch_size):
             marks.add(found)
     return marks.result()

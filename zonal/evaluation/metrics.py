@@ -20,29 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
-
-
-class EvaluationBatch(Protocol):
-    """tokens (B,T), targets (B,T) with -100 where nothing is asked, and properties of each example by name."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def slices(self) -> Mapping[str, Sequence[int | str]]: ...
-
-
-class MeasuredTask(Protocol):
-    """What is needed of a task to measure a model on it: its batches, its own examination, and the mean UTF-8 bytes per
-    target (None when it is not text). Rows of a transfer batch have equal slices.
-    """
-
-    bytes_per_token: float | None
-
-    def evaluation_batches(self, batch_size: int) -> Iterator[Any]: ...
-    def transfer_batches(self, batch_size: int) -> Iterator[Any]: ...
-    def examine(self, model: Any, batch_size: int) -> Iterator[Any]: ...
+from zonal.tasks.task import Batch, Task
 
 
 class Predictor(Protocol):
@@ -164,7 +142,7 @@ class Cells:
     def __init__(self):
         self._found: dict[tuple[tuple[str, int | str], ...], Accumulator] = {}
 
-    def of(self, batch: EvaluationBatch) -> Accumulator:
+    def of(self, batch: Batch) -> Accumulator:
         """Where ``batch`` belongs. Raises: ArgumentError when its rows differ in a slice."""
         return self._found.setdefault(cell_of("transfer", batch.slices), Accumulator())
 
@@ -181,7 +159,7 @@ class Cells:
 
 
 def accumulate(
-    predict: Predict, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None = None
+    predict: Predict, batch: Batch, into: Accumulator, device: torch.device, piece: int | None = None
 ) -> None:
     """Predict one batch on ``device`` and add it to ``into``. piece: sequences that are longer are read so many tokens
     at a time; None reads them whole.
@@ -192,7 +170,7 @@ def accumulate(
 
 
 def evaluate_transfer(
-    model: Predictor, task: MeasuredTask, *, batch_size: int, piece: int | None = None
+    model: Predictor, task: Task, *, batch_size: int, piece: int | None = None
 ) -> list[dict[str, Any]]:
     """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see
     ``Cells.result``.
@@ -220,7 +198,7 @@ def evaluating(model: Predictor) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def evaluate(model: Predictor, task: MeasuredTask, *, batch_size: int) -> dict[str, Any]:
+def evaluate(model: Predictor, task: Task, *, batch_size: int) -> dict[str, Any]:
     """Metrics of ``model`` over all evaluation batches of ``task``.
 
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
