@@ -6,7 +6,6 @@ gradients of q, k, v and of what is learned; a decoder's step with one of softma
 step with the heads of a layer of SmolLM2-135M (9 of queries, 3 of keys) is compared with the same step by torch.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -93,12 +92,8 @@ def compiled(length: int, device: torch.device) -> dict[str, Any]:
     decoders = memory.decoder(), memory.decoder()
 
     def by_torch() -> object:
-        before = os.environ.get(VARIABLE)
-        os.environ[VARIABLE] = "off"
-        try:
+        with common.environment(**{VARIABLE: "off"}):
             return [decoders[1].step(*step) for step in steps]
-        finally:
-            os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
 
     with torch.no_grad():
         found = common.compare(

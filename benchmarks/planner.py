@@ -5,7 +5,6 @@ one. A third of the calls go on from a memory. A path whose first run takes over
 timed again, and one that is estimated to take over fifty times as long as the choice is not timed.
 """
 
-import argparse
 import functools
 import itertools
 import re
@@ -222,7 +221,6 @@ def part_of(text: str) -> tuple[int, int]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when the planner's choice is good on the required share of the calls, else 1."""
     made = common.parser(__doc__ or "", "planner", by_machine=True)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument(
         "--budget", type=float, default=0.1, help="seconds for each path of a call (default: %(default)s)"
     )

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=1.5, help="seconds for a ratio (default: %(default)s)")
     options = parser.parse_args(argv)
     run = common.Run(options, only_cpu="memories are kept on the CPU")
-    device, start = run.device, run.start
+    device = run.device
     if options.quick:
         options.tokens, options.merges = min(options.tokens, 20_000), min(options.merges, 20)
     settings = {"tokens": options.tokens, "merges": options.merges, "dim": DIM, "chunk": CHUNK}
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row for row in common.kept(options.out, bool(others), settings, device) if row["part"] in others]
     kept = store.read_json(options.out)["summary"]["parts"] if rows else {}
     parts = {name: each for name, each in kept.items() if name in others}
-    parts |= {part: {"commit": commit(), "date": start["date"]} for part in options.parts}
+    parts |= {part: {"commit": commit(), "date": run.start["date"]} for part in options.parts}
     measures: dict[str, Callable[[str], list[dict[str, Any]]]] = {
         "stream": lambda kind: [row for dtype in TYPES for row in streamed(kind, dtype, options.tokens)],
         "merges": lambda kind: merged(kind, options.merges),
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
             made = measures[part](kind)
             print(*made, sep="\n", flush=True)
             rows += made
-            common.report(options.out, "soak", options.about, settings, rows, summary(rows) | {"parts": parts}, start)
+            run.write(rows, summary(rows) | {"parts": parts}, settings)
     return 0
 
 
