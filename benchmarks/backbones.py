@@ -70,7 +70,7 @@ def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
 
 
 def timed(layer: Callable[[Tensor], Any], x: Tensor, gradients: bool) -> Callable[[], object]:
-    """Forward alone, or with the gradients of x and all weights."""
+    """Forward alone, or with the gradients of all weights, and of x where it asks for one."""
 
     def work() -> object:
         if gradients:

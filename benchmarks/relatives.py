@@ -7,13 +7,12 @@ stand in each row.
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.backbones import STEPS, decoding
+from benchmarks.backbones import STEPS, decoding, timed
 from zonal import mechanisms
 from zonal.nn import Attention, GatedDeltaNet, GatedKalmaNet, Mamba2, MesaNet, TokenMixer
 
@@ -44,20 +43,6 @@ def gate(name: str, layer: TokenMixer, width: int) -> float:
     return common.gate(name, y, exact, 1e-3)
 
 
-def work(layer: TokenMixer, x: Tensor, gradients: bool) -> Callable[[], object]:
-    """Forward alone, or with the gradients of all weights."""
-
-    def run() -> object:
-        if gradients:
-            y = layer(x)
-            assert isinstance(y, Tensor)
-            return y.sum().backward()
-        with torch.no_grad():
-            return layer(x)
-
-    return run
-
-
 def measured(
     name: str, layer: TokenMixer, peer: Mamba2, width: int, device: torch.device, pairs: int
 ) -> dict[str, object]:
@@ -66,7 +51,7 @@ def measured(
     x = torch.randn(BATCH, LENGTH, width)
     for kind, gradients in (("forward", False), ("training", True)):
         row[kind] = common.compare(
-            work(layer, x, gradients), work(peer, x, gradients), device, pairs=pairs, budget=4
+            timed(layer, x, gradients), timed(peer, x, gradients), device, pairs=pairs, budget=4
         ).to_dict()
     row["decoding"] = common.compare(
         decoding(layer, width), decoding(peer, width), device, pairs=pairs, budget=3
