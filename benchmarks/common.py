@@ -314,6 +314,13 @@ def gate_gradients(
         gate(f"{name}, a gradient", a, b, tolerance)
 
 
+def passed(run: Callable[[], Tensor], leaves: Sequence[Tensor], gradients: bool) -> object:
+    """What a call gives: its output, or with gradients those of the sum of its output by ``leaves``."""
+    with torch.set_grad_enabled(gradients):
+        y = run()
+        return torch.autograd.grad(y.sum(), leaves, allow_unused=True) if gradients else y
+
+
 def once(work: Work, device: torch.device) -> float:
     """Seconds of one run, on CUDA by events."""
     synchronise(device)

@@ -9,6 +9,7 @@ steps after 1024 tokens, so that 1 is constant. Memory is what a call takes at i
 bytes stand beside those of the keys and values it replaces.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -112,6 +113,7 @@ class Work:
         self.operator = case.operator().requires_grad_(case.gradients)
         tokens = STEPS if case.decodes else case.tokens
         self.q, self.k, self.v = (x.requires_grad_(case.gradients) for x in tensors(case, tokens))
+        self.leaves = [self.q, self.k, self.v, *self.operator.parameters()]
         shapes = (x.shape for x in (self.q, self.k, self.v))
         self.attend = zonal.plan(self.operator, *shapes, causal=True, gradients=case.gradients, path="chunked")
         self.memory = self.decoder = self.short = None
@@ -135,12 +137,8 @@ class Work:
     def subject(self) -> object:
         if self.case.decodes:
             return self.decode(self.decoder)
-        y = self.attend(self.q, self.k, self.v)
-        return (
-            y
-            if not self.case.gradients
-            else torch.autograd.grad(y.sum(), [self.q, self.k, self.v, *self.operator.parameters()])
-        )
+        run = functools.partial(self.attend, self.q, self.k, self.v)
+        return common.passed(run, self.leaves, self.case.gradients)
 
     def peer(self) -> object:
         q, k, v = self.plain
@@ -148,8 +146,8 @@ class Work:
             return self.decode(self.short)
         if self.case.peer == "decode":
             return torch.cat([F.scaled_dot_product_attention(q[:, :, t : t + 1], k, v) for t in range(STEPS)], 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y if not self.case.gradients else torch.autograd.grad(y.sum(), self.plain)
+        run = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        return common.passed(run, self.plain, self.case.gradients)
 
 
 def gate(cases: Sequence[Case]) -> dict[str, float]:

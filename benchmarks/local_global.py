@@ -6,6 +6,7 @@ gradients of q, k, v and of what is learned; a decoder's step with one of softma
 step with the heads of a layer of SmolLM2-135M (9 of queries, 3 of keys) is compared with the same step by torch.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -46,17 +47,13 @@ def whole(length: int, gradients: bool, device: torch.device) -> dict[str, Any]:
     subject = operator().to(device)
     q, k, v = (torch.randn(1, HEADS, length, DIM, device=device, requires_grad=gradients) for _ in range(3))
 
-    def ours() -> object:
-        with torch.set_grad_enabled(gradients):
-            y = zonal.attention(q, k, v, subject, causal=True, path="chunked")
-            return torch.autograd.grad(y.sum(), (q, k, v, *subject.parameters())) if gradients else y
-
-    def theirs() -> object:
-        with torch.set_grad_enabled(gradients):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return torch.autograd.grad(y.sum(), (q, k, v)) if gradients else y
-
-    found = common.compare(ours, theirs, device, pairs=5, budget=12.0)
+    ours = functools.partial(zonal.attention, q, k, v, subject, causal=True, path="chunked")
+    theirs = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    found = common.compare(
+        functools.partial(common.passed, ours, [q, k, v, *subject.parameters()], gradients),
+        functools.partial(common.passed, theirs, [q, k, v], gradients),
+        device, pairs=5, budget=12.0,
+    )  # fmt: skip
     return {"kind": "whole", "T": length, "gradients": gradients, "against_sdpa": found.to_dict()}
 
 

@@ -8,6 +8,7 @@ Horner's rule, whose place the tiles take from T = 512 on. Memory is what a call
 inputs.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -51,22 +52,8 @@ def works(
         "recurrence": lambda: recurrence(q, k, v, operator),
         "dense": lambda: zonal.attention(q, k, v, operator, causal=True, path="dense"),
     }
-    if not gradients:
-
-        def bare(run: Callable[[], Tensor]) -> Callable[[], object]:
-            def work() -> object:
-                with torch.no_grad():
-                    return run()
-
-            return work
-
-        return {name: bare(run) for name, run in forward.items()}
-
-    def both(name: str, run: Callable[[], Tensor]) -> Callable[[], object]:
-        leaves = [q, k, v] if name == "sdpa" else [q, k, v, *operator.parameters()]
-        return lambda: torch.autograd.grad(run().sum(), leaves, allow_unused=True)
-
-    return {name: both(name, run) for name, run in forward.items()}
+    leaves = {name: [q, k, v, *(operator.parameters() if name != "sdpa" else ())] for name in forward}
+    return {name: functools.partial(common.passed, run, leaves[name], gradients) for name, run in forward.items()}
 
 
 def gate(device: torch.device) -> dict[str, float]:
