@@ -101,7 +101,7 @@ def test_really_full_device() -> None:
         pytest.skip("this system has no /dev/full")
     with (
         pytest.raises(InsufficientSpaceError),
-        store._write_errors(Path("x")),
+        store.writing("store", Path("x")),
         open("/dev/full", "wb", buffering=0) as file,
     ):
         file.write(b"x")

@@ -142,16 +142,22 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
+def writing(call: str, path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses while the body writes into a FileWriteError that names the path.
+
+    Raises: InsufficientSpaceError when the disk is full, FileWriteError for anything else.
+    """
     try:
         yield
+    except FileWriteError:
+        raise
     except OSError as error:
-        raise write_error("store", path, error) from error
+        raise write_error(call, path, error) from error
     except safetensors.SafetensorError as error:
         # safetensors wraps the operating system's error and keeps only its words
         code = re.search(r"os error (\d+)", str(error))
         reason = OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error))
-        raise write_error("store", path, reason) from error
+        raise write_error(call, path, reason) from error
 
 
 def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
@@ -211,7 +217,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     Raises: InsufficientSpaceError when the disk is full, FileWriteError for what else the operating system refuses.
     """
     target = Path(path)
-    with _write_errors(target), _temporary_beside(target) as temporary:
+    with writing("store", target), _temporary_beside(target) as temporary:
         temporary.write_bytes(data)
 
 
@@ -257,7 +263,7 @@ def write_checked(path: str | os.PathLike[str], record: Mapping[str, Any], *, ov
     """
     stated = json.loads(json.dumps({name: value for name, value in record.items() if name != "checksum"}))
     data, target = _json({**stated, "checksum": checksum({}, stated)}), Path(path)
-    with _write_errors(target), _temporary_beside(target, over) as temporary:
+    with writing("store", target), _temporary_beside(target, over) as temporary:
         temporary.write_bytes(data)
 
 
@@ -361,7 +367,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], he
     # as it will be read back: tuples as lists, numbers as JSON has them
     stated = json.loads(json.dumps(dict(header), allow_nan=False))
     metadata = {"zonal": json.dumps({**stated, "checksum": checksum(plain, stated)})}
-    with _write_errors(target), _temporary_beside(target) as temporary:
+    with writing("store", target), _temporary_beside(target) as temporary:
         safetensors.torch.save_file(plain, temporary, metadata=metadata)
 
 

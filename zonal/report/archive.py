@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from zonal.errors import FileFormatError
-from zonal.store import shortened, unharmed, write_error
+from zonal.store import shortened, unharmed, writing
 
 NAME = "runs.tar.xz"
 POINTS = 50
@@ -135,10 +135,8 @@ def opened(folder: Path) -> Iterator[Path]:
         return
     contents = read(path)
     with tempfile.TemporaryDirectory(prefix="zonal.runs.") as made:
-        try:
+        with writing("report", Path(made)):
             _put(contents, Path(made))
-        except OSError as error:
-            raise write_error("report", Path(made), error) from error
         yield Path(made)
 
 
@@ -154,11 +152,9 @@ def unpack(folder: Path) -> None:
     if not path.is_file():
         return
     contents = {} if _beside(folder) else read(path)
-    try:
+    with writing("unpack", folder):
         _put_whole(contents, folder)
         path.unlink()
-    except OSError as error:
-        raise write_error("unpack", folder, error) from error
 
 
 def _put_whole(contents: dict[str, bytes], folder: Path) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zonal.errors import ArgumentError, FileWriteError
+from zonal.errors import ArgumentError
 from zonal.names import known_names
 from zonal.report import archive, commands
-from zonal.store import staged_folder, understood, write_checked, write_error
+from zonal.store import staged_folder, understood, write_checked, writing
 from zonal.training.config import TrainConfig, first_difference
 from zonal.training.record import FILE as RECORD
 from zonal.training.spec import FILE, GRID, read_model, slugs, stored_comparison
@@ -44,14 +44,11 @@ def join(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str])
                 f"join: the settings of {source} are not those of the others: {name} is {there!r} there and {here!r} "
                 "elsewhere. Join comparisons of the same settings, with other operators, seeds or learning rates."
             )
-    try:
-        with staged_folder(target) as staging:
-            for source in sources:
-                with archive.opened(source) as root:
-                    _add(root, staging, source)
-            write_checked(staging / FILE, whole)
-    except OSError as error:
-        raise error if isinstance(error, FileWriteError) else write_error("join", target, error) from error
+    with writing("join", target), staged_folder(target) as staging:
+        for source in sources:
+            with archive.opened(source) as root:
+                _add(root, staging, source)
+        write_checked(staging / FILE, whole)
     return target
 
 

@@ -6,28 +6,18 @@ that length, so what follows repeats the lost lines exactly once. The bytes befo
 are a projection of this file: they are written anew from its lines when a run goes on, so no step appears twice.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.store import summed, write_error
+from zonal.store import summed, writing
 
 FILE = "metrics.jsonl"
 EVENTS = "events.out.tfevents.*"
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise write_error("train", path, error) from error
 
 
 def kept(directory: Path, size: int, digest: str) -> bytes:
@@ -68,7 +58,7 @@ class MetricsLog:
         self.path = directory / FILE
         before = kept(directory, size, digest)
         self._digest = hashlib.sha256(before)
-        with _write_errors(self.path):
+        with writing("train", self.path):
             # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that
             # could fail;
             # a link that was put there is not followed
@@ -94,7 +84,7 @@ class MetricsLog:
         """Append one object; it is in the operating system's hands when this returns."""
         data = json.dumps(summed(line), allow_nan=False).encode() + b"\n"
         self._digest.update(data)
-        with _write_errors(self.path):
+        with writing("train", self.path):
             while data:
                 data = data[self._file.write(data) :]
         if self._events is not None:
@@ -102,7 +92,7 @@ class MetricsLog:
 
     def sync(self) -> tuple[int, str]:
         """Force everything onto the disk; returns the size in bytes and the SHA-256, for the checkpoint."""
-        with _write_errors(self.path):
+        with writing("train", self.path):
             os.fsync(self._file.fileno())
             if self._events is not None:
                 self._events.writer.flush()
