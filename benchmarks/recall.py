@@ -23,9 +23,9 @@ import zonal
 from benchmarks import common, recall_page
 from zonal import mechanisms, tasks
 from zonal.evaluation import spread
-from zonal.models import ModelConfig, build
+from zonal.models import CausalLM, ModelConfig, build
 from zonal.nn.recurrence import ssd
-from zonal.training import TrainConfig, train
+from zonal.training import RunResult, TrainConfig, train
 
 POWERS = (0, 1, 2)
 RANKS = (16, 32, 64, 128)
@@ -83,9 +83,10 @@ def drawn(draws: int, count: int, rank: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def absorbed(operator: zonal.Operator, keys: Tensor, values: Tensor) -> zonal.Memory:
-    return zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype).absorb(
-        keys, values
-    )
+    """The memory of keys and values, of an operator that is not trained."""
+    operator = operator.requires_grad_(False)
+    empty = zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+    return empty.absorb(keys, values)
 
 
 def named(read: Tensor, values: Tensor) -> Tensor:
@@ -137,6 +138,19 @@ def which(sizes: Sizes) -> Iterator[Row]:
             }
 
 
+def taught(
+    task: tasks.Task, layers: tuple[str, ...], steps: int, threads: int, seed: int
+) -> tuple[CausalLM, RunResult]:
+    """A decoder of layers of one head, without a convolution, trained on a task; and what its run says."""
+    config = TrainConfig(
+        steps=steps, batch_size=64, learning_rate=1e-2, eval_every=steps, eval_batch_size=250, tensorboard=False,
+        seed=seed,
+    )  # fmt: skip
+    model = build(ModelConfig(task.vocab_size, dim=64, layers=layers, heads=1, mlp="none", conv=0), seed)
+    with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
+        return model, train(model, task, config, folder, threads=threads)
+
+
 def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
     """Decoders of one layer without a convolution (of two for "K=1, then K=1"), trained to name the word ``offset``
     after the one asked for.
@@ -147,21 +161,11 @@ def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
         "SKA K=0, then K=1": ("ska(power=0)", "ska(power=1)"),
         "softmax": ("softmax",),
     }
-    config = TrainConfig(
-        steps=sizes.steps,
-        batch_size=64,
-        learning_rate=1e-2,
-        eval_every=sizes.steps,
-        eval_batch_size=250,
-        tensorboard=False,
-    )
     for name, layers in models.items():
         for offset in sizes.offsets:
             task = tasks.resolve(f"offset-{offset}", tasks.TaskSettings(length=18, pairs=16, vocab_size=64))
             for seed in sizes.seeds:
-                model = build(ModelConfig(task.vocab_size, dim=64, layers=layers, heads=1, mlp="none", conv=0), seed)
-                with tempfile.TemporaryDirectory() as folder:
-                    result = train(model, task, dataclasses.replace(config, seed=seed), folder, threads=threads)
+                _, result = taught(task, layers, sizes.steps, threads, seed)
                 assert result.final is not None
                 yield {
                     "part": "trained",

@@ -9,7 +9,6 @@ most of it are answered, and by whether a stated rate of false acceptance holds 
 import dataclasses
 import itertools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,14 +19,13 @@ from torch import Tensor
 import zonal
 from benchmarks import common, verdicts_page
 from benchmarks.captured import of_layers
+from benchmarks.recall import absorbed, taught
 from zonal import mechanisms, tasks
 from zonal.evaluation import auroc, risk_curve
 from zonal.memory import Criterion, Memory
-from zonal.models import ModelConfig, build
 from zonal.nn import Attention
 from zonal.tasks.mqar import generate
 from zonal.theory.oset import OSet, Verdict
-from zonal.training import TrainConfig, train
 
 VOCABULARY, WIDTH, RIDGE = 8192, 64, 1e-2
 RATE = 0.01
@@ -81,12 +79,6 @@ def drawn(sizes: Sizes, rank: int, pairs: int, seed: int) -> Drawn:
 def ridge() -> zonal.Operator:
     """Plain ridge regression with the ridge of this benchmark."""
     return mechanisms.ridge(eps=RIDGE, learn_ridge=False)
-
-
-def absorbed(operator: zonal.Operator, keys: Tensor, values: Tensor) -> Memory:
-    return Memory.empty(
-        operator.requires_grad_(False), 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype
-    ).absorb(keys, values)
 
 
 def largest_weight(asked: Tensor, data: Drawn) -> Tensor:
@@ -171,17 +163,7 @@ def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
     A context has two tokens a pair.
     """
     task = tasks.resolve("mqar-demo")
-    model = build(ModelConfig(task.vocab_size, dim=64, layers=("ska(power=1)",) * 2, heads=1, mlp="none", conv=0), 0)
-    config = TrainConfig(
-        steps=sizes.steps,
-        batch_size=64,
-        learning_rate=1e-2,
-        eval_every=sizes.steps,
-        eval_batch_size=250,
-        tensorboard=False,
-    )
-    with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
-        train(model, task, config, folder, threads=threads)
+    model, _ = taught(task, ("ska(power=1)",) * 2, sizes.steps, threads, 0)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     half = task.vocab_size // 2
     for pairs in sizes.contexts:
