@@ -1,8 +1,31 @@
 """Parts of the pictures in the documentation, as SVG."""
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 INK, SOFT, LINE = "#1d1c1a", "#65615a", "#dfdbd1"
+
+
+class Axis(NamedTuple):
+    """A logarithmic axis from ``low`` to ``high`` along ``length`` pixels."""
+
+    low: float
+    high: float
+    length: float
+
+    def at(self, value: float) -> float:
+        return self.length * (math.log(value / self.low) / math.log(self.high / self.low))
+
+    def ticks(self, steps: Sequence[int]) -> list[float]:
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        return [
+            tick
+            for decade in decades
+            for step in steps
+            if self.low <= (tick := step * 10.0**decade) * (1 + 1e-9) and tick <= self.high * (1 + 1e-9)
+        ]
 
 
 def head(width: int, height: int, title: str, size: int = 13) -> list[str]:

@@ -2,12 +2,11 @@
 rows alone.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.drawing import INK, LINE, SOFT, head, text
+from benchmarks.drawing import INK, LINE, SOFT, Axis, head, text
 from zonal import store
 from zonal.algebra.declaration import require
 from zonal.features.fidelity import INPUTS
@@ -43,26 +42,6 @@ _MARKERS = {
 }  # fmt: skip
 # lines differ without colour, too
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "", "5 2", "1 2")
-
-
-class Axis(NamedTuple):
-    """A logarithmic axis from ``low`` to ``high`` along ``length`` pixels."""
-
-    low: float
-    high: float
-    length: float
-
-    def at(self, value: float) -> float:
-        return self.length * math.log(value / self.low) / math.log(self.high / self.low)
-
-    def ticks(self, steps: Sequence[int]) -> list[float]:
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        return [
-            tick
-            for decade in decades
-            for step in steps
-            if self.low <= (tick := step * 10.0**decade) * (1 + 1e-9) and tick <= self.high * (1 + 1e-9)
-        ]
 
 
 def chosen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, Mapping[str, Any]]]]]:

@@ -6,12 +6,11 @@ attention and for Koopman attention (SKA, K = 2, r = 56), with 8 heads and value
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.drawing import INK, LINE, SOFT, head, text
+from benchmarks.drawing import INK, LINE, SOFT, Axis, head, text
 from zonal import store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,25 +71,18 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _chart(panel: Panel) -> list[str]:
     points = panel.softmax + panel.ska
-    low, high = min(x for x, _ in points) / 1.3, max(x for x, _ in points) * 1.3
-    least, most = min(panel.ticks), max(panel.ticks) * (2 if max(panel.ticks) < 10 else 1)
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            _PANEL[0] * math.log(x / low) / math.log(high / low),
-            _PANEL[1] * (1 - math.log(y / least) / math.log(most / least)),
-        )
-
+    across = Axis(min(x for x, _ in points) / 1.3, max(x for x, _ in points) * 1.3, _PANEL[0])
+    up = Axis(min(panel.ticks), max(panel.ticks) * (2 if max(panel.ticks) < 10 else 1), _PANEL[1])
     parts = [text(-50, -24, panel.title, INK, weight="600")]
     for value, words in panel.ticks.items():
-        y = at(low, value)[1]
+        y = _PANEL[1] - up.at(value)
         parts.append(f'<line x1="0" x2="{_PANEL[0]}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>')
         parts.append(text(-8, y + 4, words, SOFT, anchor="end"))
     for tokens in sorted({x for x, _ in points}):
         words = f"{tokens // 1024}k tokens" if tokens < 1 << 20 else "1M tokens"
-        parts.append(text(at(tokens, least)[0], _PANEL[1] + 20, words, SOFT, anchor="middle"))
+        parts.append(text(across.at(tokens), _PANEL[1] + 20, words, SOFT, anchor="middle"))
     for curve, colour, dash in ((panel.softmax, _SOFTMAX, ""), (panel.ska, _SKA, "6 4")):
-        places = [at(*point) for point in curve]
+        places = [(across.at(x), _PANEL[1] - up.at(y)) for x, y in curve]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>' for x, y in places]

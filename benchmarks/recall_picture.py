@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.drawing import LINE, SOFT, head, text
+from benchmarks.drawing import LINE, SOFT, Axis, head, text
 from zonal import store
 from zonal.report import style
 
@@ -23,7 +23,7 @@ CHARTS = ((64, 256, "the largest that was trained"), (128, 512, "longer than any
 
 _WIDTH, _TOP, _PANEL = 900, 62, (360, 230)  # in pixels; the last of the axes
 _TICKS = {1e4: "10 kB", 1e5: "100 kB", 1e6: "1 MB"}
-_LOW, _HIGH = 8e3, 2e6
+_ACROSS = Axis(8e3, 2e6, _PANEL[0])
 _COLUMNS, _ROW = 3, 24  # of the names
 
 
@@ -71,7 +71,7 @@ def svg(found: Sequence[Point]) -> str:
             *_axes(),
         ]
         for number, (point, share, colour) in enumerate(zip(found, shares, colours, strict=True), 1):
-            parts += _disk(number, _across(point.size), _PANEL[1] * (1 - share), colour)
+            parts += _disk(number, _ACROSS.at(point.size), _PANEL[1] * (1 - share), colour)
         parts.append("</g>")
     for number, (point, colour) in enumerate(zip(found, colours, strict=True), 1):
         x, y = 27 + (number - 1) % _COLUMNS * 300, names + (number - 1) // _COLUMNS * _ROW
@@ -87,7 +87,7 @@ def _axes() -> list[str]:
         parts.append(f'<line x1="0" x2="{wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>')
         parts.append(text(-12, y + 4, f"{share:g}", SOFT, anchor="end"))
     for size, words in _TICKS.items():
-        parts.append(text(_across(size), high + 26, words, SOFT, anchor="middle"))
+        parts.append(text(_ACROSS.at(size), high + 26, words, SOFT, anchor="middle"))
     return [*parts, text(wide / 2, high + 46, "memory of a sequence of 1,024 tokens", SOFT, anchor="middle")]
 
 
@@ -96,10 +96,6 @@ def _disk(number: int, x: float, y: float, colour: str) -> list[str]:
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8.5" fill="{colour}" stroke="#ffffff"/>',
         text(x, y + 4, str(number), "#ffffff", anchor="middle", weight="600", size=11),
     ]
-
-
-def _across(size: float) -> float:
-    return _PANEL[0] * math.log(size / _LOW) / math.log(_HIGH / _LOW)
 
 
 def from_records() -> str:
