@@ -8,16 +8,12 @@ subject is faster).
 
 import argparse
 import contextlib
-import ctypes
 import datetime
-import gc
 import json
 import math
 import os
 import re
-import resource
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,9 +29,10 @@ from zonal.execution.machine import seconds, synchronise
 from zonal.kernels.build import SETS
 from zonal.kernels.choice import features, processor
 from zonal.training.config import first_difference
-from zonal.training.environment import describe_device, versions
+from zonal.training.environment import PeakMemory, describe_device, versions
 
 SCHEMA = 1
+_CPU = torch.device("cpu")
 Work = Callable[[], object]
 
 
@@ -361,51 +358,13 @@ def compare(subject: Work, peer: Work, device: torch.device, *, pairs: int = 7, 
     return Compared(Quantiles.of(times["subject"]), Quantiles.of(times["peer"]), Quantiles.of(ratios))
 
 
-def device_peak_bytes(work: Work, device: torch.device) -> int:
-    """The most memory of the device that ``work`` took beyond what was there before, in bytes: a GPU's by torch's
-    count, on a CPU ``peak_bytes``.
-    """
-    if device.type != "cuda":
-        return peak_bytes(work)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+def peak_bytes(work: Work, device: torch.device = _CPU) -> int:
+    """The most memory that ``work`` took beyond what was there before, in bytes, as ``PeakMemory`` measures it."""
+    memory = PeakMemory(device)
     kept = work()
-    torch.cuda.synchronize(device)
-    most = torch.cuda.max_memory_allocated(device)
+    most = memory.growth()
     del kept
-    return most - before
-
-
-def peak_bytes(work: Work) -> int:
-    """The most the process grew while ``work`` ran, in bytes, sampled every 2 ms from the resident size."""
-    page = resource.getpagesize()
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    gc.collect()
-    # freed memory that the allocator keeps would hide what the call takes
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, most, done = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.is_set():
-            most = max(most, resident())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        kept = work()
-        most = max(most, resident())
-    finally:  # a thread that goes on would keep the process from ending with the error
-        done.set()
-        thread.join()
-    del kept
-    return max(0, most - before)
+    return most
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

@@ -294,7 +294,7 @@ def measured(case: Case, device: torch.device, peak: dict[str, float], budget: f
         row[f"{prefix}share"] = (
             case.bytes / seconds / peak["copy_bytes"] if case.keys else case.operations / seconds / peak["matmul_flops"]
         )
-        row[f"{prefix}peak_bytes"] = common.device_peak_bytes(run, device)
+        row[f"{prefix}peak_bytes"] = common.peak_bytes(run, device)
     return row
 
 

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
                         work["tiled"], work[who], device, pairs=pairs, budget=budget
                     ).to_dict()
                     whos.append(who)
-            row |= {f"{who}_peak_bytes": common.device_peak_bytes(work[who], device) for who in whos}
+            row |= {f"{who}_peak_bytes": common.peak_bytes(work[who], device) for who in whos}
             rows.append(row)
             print(line(row), flush=True)
     run.write(

@@ -169,9 +169,7 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
         **asdict(case),
         "compared": common.compare(work.subject, work.peer, device, pairs=7, budget=budget).to_dict(),
     }
-    row["peak_bytes"], row["peer_peak_bytes"] = (
-        common.device_peak_bytes(run, device) for run in (work.subject, work.peer)
-    )
+    row["peak_bytes"], row["peer_peak_bytes"] = (common.peak_bytes(run, device) for run in (work.subject, work.peer))
     return row
 
 

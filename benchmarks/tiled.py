@@ -230,8 +230,8 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
                 budget *= 2  # one call of a peer takes up to 4 s
         row[f"against_{case.peer}"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
         row["peak_bytes"], row[f"{case.peer}_peak_bytes"] = (
-            common.device_peak_bytes(work.subject, device),
-            common.device_peak_bytes(work.peer, device),
+            common.peak_bytes(work.subject, device),
+            common.peak_bytes(work.peer, device),
         )
     return row
 

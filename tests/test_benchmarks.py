@@ -497,7 +497,7 @@ def gpu_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Case]:
     monkeypatch.setattr(gpu, "table", lambda: cases)
     monkeypatch.setattr(gpu, "required", lambda device: None)
     monkeypatch.setattr(gpu, "flash", contextlib.nullcontext)
-    monkeypatch.setattr(common, "device_peak_bytes", lambda work, device: 5)
+    monkeypatch.setattr(common, "peak_bytes", lambda work, device: 5)
     monkeypatch.setattr(gpu, "peaks", lambda device: {"matmul_flops": 1e12, "copy_bytes": 1e10})
     return cases
 
