@@ -80,6 +80,13 @@ def test_one_model_is_trained_in_the_shape_in_which_it_is_compared(name):
         assert train.model_of(alone, spec.task, "") == spec.model_for(operator)
 
 
+@pytest.mark.parametrize("name", HERE)
+def test_rates_are_chosen_by_data_that_are_not_evaluated(name):
+    spec = whole(name)
+    if len(spec.learning_rates) > 1 and name != "text-contest":  # all that is held out of the novel is evaluated there
+        assert next(iter(spec.task.validation_batches(2))).tokens.shape[0] == 2
+
+
 def test_other_spaces_and_quotation_marks_are_the_same_model():
     spec = whole("text-contest")
     for operator, label in zip(spec.operators, spec.labels, strict=True):
@@ -241,10 +248,12 @@ def test_every_preset_is_a_comparison(name):
 
 
 def test_pictures_from_a_folder(tmp_path):
-    where = idx.folder(tmp_path, torch.zeros(12, 28, 28), torch.arange(12) % 10, 4)
+    # half of the 10,000 test pictures are evaluated, the others choose the rate
+    where = idx.folder(tmp_path, torch.zeros(6002, 28, 28), torch.arange(6002) % 10, 6000)
     spec = compare.specification(options(f"--preset fashion-pixels --data {where}"), "zonal compare")
     assert (spec.task.length, spec.model.causal, spec.model.conv, len(spec.operators)) == (197, False, 0, 6)
     assert spec.title == "Pictures (fashion-pixels)"
+    assert sum(len(batch.tokens) for batch in spec.task.validation_batches(500)) == 1000
     with pytest.raises(FileFormatError, match="Fashion-MNIST comes with the Debian package"):
         compare.specification(options(f"--preset fashion-pixels --data {tmp_path / 'nowhere'}"), "zonal compare")
 
