@@ -278,8 +278,7 @@ class Memory(Readable):
 
     def fork(self) -> Self:
         """A copy that shares no storage."""
-        parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.settled_parts())
-        return dataclasses.replace(self.copied(), parts=parts)
+        return self.mapped(self.form, torch.clone)
 
     def to(self, device: torch.device | str) -> Self:
         """The memory on another device. Its operator stays where it is: move the model, too."""
@@ -289,13 +288,7 @@ class Memory(Readable):
                 "dtype that it was made with."
             )
         device = torch.device(device)
-        named = {name: x.to(device) for name, x in self.tensors().items()}
-        whole = self.restored(self.operator, self.form._replace(device=device), self.count, named, self.plain())
-        whole = whole.keeping([self], lambda found: found[0].to(device))
-        parts = tuple(
-            part.changed(lambda memory: memory.to(device), lambda x: x.to(device)) for part in self.settled_parts()
-        )
-        return dataclasses.replace(whole, parts=parts)
+        return self.mapped(self.form._replace(device=device), lambda x: x.to(device))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans,
@@ -453,10 +446,6 @@ class Memory(Readable):
     @abc.abstractmethod
     def has_read(self) -> Tensor:
         """Which sequences have read a real token, (B,). Where a window has let go of tokens, padding may count, too."""
-
-    @abc.abstractmethod
-    def copied(self) -> Self:
-        """A copy of the whole that shares no storage, without parts."""
 
     @abc.abstractmethod
     def without(self, other: "Memory") -> "Memory":

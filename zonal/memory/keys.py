@@ -327,9 +327,6 @@ class KeyValues(Memory):
     def _holding(self, tokens: Tokens, count: int) -> Self:
         return replace(self, count=count, buffer=_Buffer(tokens, tokens.length), begin=0, end=tokens.length)
 
-    def copied(self) -> Self:
-        return replace(self._holding(self.tokens.map(torch.clone), self.count), ahead=self.ahead.clone(), parts=())
-
     def bytes_at(self, length: int) -> int:
         form, room = self.form, self.buffer.room
         held = length if self.reach is None else min(length, self.reach)

@@ -3,18 +3,16 @@ unbound.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from zonal.algebra import Operator
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError
 from zonal.memory.alike import check_draws
-from zonal.memory.form import Form
 from zonal.memory.spans import Part, Spanned
 from zonal.memory.tokens import Tokens
 
@@ -68,13 +66,6 @@ class Batched(Spanned):
 
     # --- what a kind of memory provides -------------------------------------------------------------------------------
 
-    @classmethod
-    @abc.abstractmethod
-    def restored(
-        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
-    ) -> Self:
-        """The memory that ``tensors()`` and ``plain()`` described; KeyError or ValueError when they do not fit."""
-
     @abc.abstractmethod
     def preceded(self, n: int) -> Self:
         """The memory as if n tokens of padding had come first. Its parts stay."""
@@ -83,21 +74,12 @@ class Batched(Spanned):
     def trimmed(self) -> Self:
         """The memory of one sequence without the padding that no query could tell from nothing."""
 
-    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
-        """This memory, made of rows of ``sources``, with what can be kept of what they had derived."""
-        return self
-
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def picked(self, index: Tensor) -> Self:
         """``gather`` of checked rows."""
         index = index.to(self.form.device)
-        form = self.form._replace(batch=index.numel())
-        rows = {name: x[index] for name, x in self.tensors().items()}
-        whole = self.restored(self.operator, form, self.count, rows, self.plain())
-        settled = self.settled_parts()
-        parts = tuple(part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in settled)
-        return replace(whole.keeping([self], lambda found: found[0][index]), parts=parts)
+        return self.mapped(self.form._replace(batch=index.numel()), lambda x: x[index])
 
 
 def checked_index(call: str, index: Sequence[int] | Tensor, batch: int) -> Tensor:

@@ -38,10 +38,7 @@ def sent(memory: Memory) -> dict[str, Tensor]:
 
 def received(empty: Memory, count: int, tensors: dict[str, Tensor]) -> Memory:
     """The memory of ``count`` tokens that ``sent`` gave. empty: like it, before its first token."""
-    if isinstance(empty, WindowedSums):
-        return type(empty).restored(empty.operator, empty.form, count, tensors, {})
-    assert isinstance(empty, Summed)
-    return replace(empty, count=count, **tensors)  # type: ignore[arg-type]
+    return empty.restored(empty.operator, empty.form, count, tensors, {})
 
 
 __all__ = ["blank", "received", "sent"]

@@ -54,13 +54,13 @@ class Part(NamedTuple):
     def nbytes(self) -> int:
         return (0 if self.held is None else self.held.nbytes) + sum(x.nbytes for x in self.mark.values())
 
-    def changed(self, memory: "Callable[[Any], Any]", tensor: Callable[[Tensor], Tensor]) -> "Part":
-        """Its memory and its tensors changed alike."""
+    def mapped(self, form: Form, change: Callable[[Tensor], Tensor]) -> "Part":
+        """The part with each of its tensors changed alike, of a memory of that form."""
         if isinstance(self.held, Tokens):
-            held = self.held.map(tensor)
+            held = self.held.map(change)
         else:
-            held = None if self.held is None else memory(self.held)
-        return self._replace(held=held, mark={name: tensor(x) for name, x in self.mark.items()})
+            held = None if self.held is None else self.held.mapped(form, change)
+        return self._replace(held=held, mark={name: change(x) for name, x in self.mark.items()})
 
     def about(self) -> dict[str, Any]:
         """What a file has to say of it besides its tensors."""
@@ -175,6 +175,24 @@ class Spanned(abc.ABC):
     def plain(self) -> dict[str, int]:
         """Plain numbers to be saved besides ``count``."""
         return {}
+
+    @classmethod
+    @abc.abstractmethod
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
+        """The memory that ``tensors()`` and ``plain()`` described; KeyError or ValueError when they do not fit."""
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        """This memory, made of rows of ``sources``, with what can be kept of what they had derived."""
+        return self
+
+    def mapped(self, form: Form, change: Callable[[Tensor], Tensor]) -> Self:
+        """The memory with each of its tensors changed alike, and of that form."""
+        named = {name: change(x) for name, x in self.tensors().items()}
+        whole = self.restored(self.operator, form, self.count, named, self.plain())
+        parts = tuple(part.mapped(form, change) for part in self.settled_parts())
+        return replace(whole.keeping([self], lambda found: change(found[0])), parts=parts)
 
     @property
     def nbytes(self) -> int:

@@ -198,17 +198,6 @@ class Summed(Memory):
         borders = marks.moved(self.borders, -spare)
         return replace(self, count=self.count - spare, padding=self.padding - spare, borders=borders)
 
-    def copied(self) -> Self:
-        copy = replace(
-            self,
-            **{name: x.clone() for name, x in self.numbers().items()},
-            seams=tuple(map(_copied, self.seams)),
-            borders=tuple(map(_copied, self.borders)),
-            pending=None if self.pending is None else self.pending.map(torch.clone),
-            parts=(),
-        )
-        return copy.keeping([self], lambda found: found[0].clone())
-
     @property
     def derived_bytes(self) -> int:
         """Bytes of what is derived from the sums and kept beside them."""
@@ -257,11 +246,6 @@ class Summed(Memory):
             borders=_read(Border, tensors, plain),
             pending=Tokens(**waiting) if waiting else None,
         )
-
-
-def _copied(record: _Record) -> _Record:
-    """What a merge wrote down, in storage of its own."""
-    return type(record)(record.at, *(x.clone() for x in record[1:]))
 
 
 def _read(kind: type[_Record], tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[_Record, ...]:

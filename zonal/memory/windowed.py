@@ -198,10 +198,6 @@ class WindowedSums(Memory):
             held = held.span(int((~held.mask).sum(-1).min()), held.length)
         return replace(self, count=self.count - spare, tokens=held.unmasked(), padding=self.padding - spare)
 
-    def copied(self) -> Self:
-        kept = {"tokens": self.tokens.map(torch.clone), "state": self.state.clone(), "padding": self.padding.clone()}
-        return replace(self, **kept, opening=None if self.opening is None else self.opening.map(torch.clone), parts=())
-
     def bytes_at(self, length: int) -> int:
         token = token_bytes(self.operator, self.form, self.tokens)
         constant = self.state.nbytes + self.padding.nbytes + (0 if self.opening is None else self.opening.nbytes)
