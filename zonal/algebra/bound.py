@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Anchor
 from zonal.algebra.link import Link
-from zonal.algebra.prior import Prior
+from zonal.algebra.prior import Bias, Prior, Visibility
 from zonal.algebra.score import Params, Score
 
 
@@ -35,6 +35,20 @@ class Bound:
     def groups(self) -> int:
         return self.heads // self.kv_heads
 
+    def bias(self, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
+        """What is added to log K: decays of rows and columns, key biases, and slopes of the distance."""
+        row = col = None
+        if self.anchor.solves:  # its decays are no factors of the kernel
+            return Bias()
+        if decay is not None:
+            running = expanded(decay.cumsum(-1), self.groups)
+            keys = running.shape[-1]
+            row, col = running[..., seen.position.clamp(0, keys - 1)] if keys else None, -running
+        if key_bias is not None:
+            extra = expanded(key_bias, self.groups)
+            col = extra.double() if col is None else col + extra
+        return Bias(row, col, self.slopes)
+
 
 @dataclass(frozen=True)
 class Far:
@@ -62,4 +76,9 @@ class Far:
         return self.bound.score.width(dim)
 
 
-__all__ = ["Bound", "Far"]
+def expanded(x: Tensor, groups: int) -> Tensor:
+    """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+__all__ = ["Bound", "Far", "expanded"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Blocks, Marginals
-from zonal.algebra.bound import Bound, Far
+from zonal.algebra.bound import Bound, Far, expanded
 from zonal.algebra.prior import Bias, Visibility
 from zonal.algebra.score.base import paired_scores
 from zonal.errors import ArgumentError
@@ -124,7 +124,7 @@ def weights(
         for name, value in bound.anchor_params.items()
     }
     if log_decay is not None:
-        log_decay = log_decay.repeat_interleave(bound.groups, 1) if bound.anchor.solves else None
+        log_decay = expanded(log_decay, bound.groups) if bound.anchor.solves else None
     found = bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay, marginals))
     if found.shape != block.shape:
         raise ArgumentError(

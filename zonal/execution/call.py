@@ -10,13 +10,13 @@ from torch import Tensor
 
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Marginals
+from zonal.algebra.bound import Bound, expanded
 from zonal.algebra.named import operator_of
-from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Visibility, Window, visibility
 from zonal.algebra.score import Fused
 from zonal.algebra.score.base import prepared_keys
 from zonal.errors import ArgumentError
-from zonal.execution.mask import NO_MASSES, Masses, bias_of, expanded, log_decay_of, marginals_of
+from zonal.execution.mask import NO_MASSES, Masses, log_decay_of, marginals_of
 from zonal.execution.refusals import check_order, check_packing, check_taken, check_tokens
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.tokens import joined
@@ -302,7 +302,7 @@ def prepare(
         prepared=None,
         coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen,
-        bias=bias_of(bound, seen, decay, key_bias),
+        bias=bound.bias(seen, decay, key_bias),
         log_decay=decay,
         key_bias=key_bias,
         causal=tied,
@@ -357,7 +357,7 @@ def following(call: Call, past: Tokens) -> Call:
     seen = call.seen(call.q.shape[2], k.shape[2], mask)
     return replace(
         call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen,
-        bias=bias_of(call.bound, seen, decay, key_bias), log_decay=decay, key_bias=key_bias,
+        bias=call.bound.bias(seen, decay, key_bias), log_decay=decay, key_bias=key_bias,
     )  # fmt: skip
 
 
@@ -377,7 +377,7 @@ def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) ->
     seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, start:stop], cu_seqlens)
     decay, key_bias = (None if x is None else cut(x) for x in (call.log_decay, call.key_bias))
     return replace(
-        call, raw=raw, prepared=prepared, visibility=seen, bias=bias_of(call.bound, seen, decay, key_bias),
+        call, raw=raw, prepared=prepared, visibility=seen, bias=call.bound.bias(seen, decay, key_bias),
         log_decay=decay, key_bias=key_bias,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What weighs the pairs of a call: decays and biases, and the masses of the queries and keys of a plan."""
+"""What weighs the keys of a call: their decays, and the masses of the queries and keys of a plan."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.anchor.plan import ABSENT
 from zonal.algebra.declaration import require_values
 from zonal.algebra.operator import Bound
-from zonal.algebra.prior import Bias, Visibility
+from zonal.algebra.prior import Visibility
 from zonal.errors import ArgumentError
 from zonal.memory.incoming import decay_of
 from zonal.typed import check_tensors
@@ -158,24 +158,4 @@ def log_decay_of(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor 
     return decay
 
 
-def expanded(x: Tensor, groups: int) -> Tensor:
-    """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
-    return x if groups == 1 else x.repeat_interleave(groups, 1)
-
-
-def bias_of(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
-    """What is added to log K: decays of rows and columns, key biases, and slopes of the distance."""
-    row = col = None
-    if bound.anchor.solves:  # its decays are no factors of the kernel
-        return Bias()
-    if decay is not None:
-        running = expanded(decay.cumsum(-1), bound.groups)
-        keys = running.shape[-1]
-        row, col = running[..., seen.position.clamp(0, keys - 1)] if keys else None, -running
-    if key_bias is not None:
-        extra = expanded(key_bias, bound.groups)
-        col = extra.double() if col is None else col + extra
-    return Bias(row, col, bound.slopes)
-
-
-__all__ = ["NO_MASSES", "Masses", "bias_of", "expanded", "log_decay_of", "marginals_of"]
+__all__ = ["NO_MASSES", "Masses", "log_decay_of", "marginals_of"]

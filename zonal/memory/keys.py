@@ -11,9 +11,9 @@ from torch import Tensor
 from zonal import torch_func
 from zonal.algebra import Operator, definition
 from zonal.algebra.anchor import Ridge
-from zonal.algebra.operator import Bound
+from zonal.algebra.bound import Bound, expanded
 from zonal.algebra.primal import factorised
-from zonal.algebra.prior import ALiBi, Bias, Intervals, Visibility, Window, visibility
+from zonal.algebra.prior import ALiBi, Intervals, Visibility, Window, visibility
 from zonal.algebra.score.base import shared_product
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
@@ -184,7 +184,7 @@ class KeyValues(Memory):
         block, own, k = self._block(home, bound)
         if not k.shape[2]:
             return own.new_zeros(own.shape)
-        v = self.tokens.silent().v[:, :, self.hidden :].to(y).repeat_interleave(bound.groups, 1)
+        v = expanded(self.tokens.silent().v[:, :, self.hidden :].to(y), bound.groups)
         alike = self._shares(block, own, k, bound) > support[..., None]
         # no product of matrices: values that are equal shall differ by nothing
         distance = torch.cdist(y, v, compute_mode="donot_use_mm_for_euclid_dist")
@@ -196,7 +196,7 @@ class KeyValues(Memory):
         log space, and those keys (B, H, S, D).
         """
         compute = torch.promote_types(home.dtype, self.tokens.k.dtype)
-        k = self.tokens.silent().k[:, :, self.hidden :].to(compute).repeat_interleave(bound.groups, 1)
+        k = expanded(self.tokens.silent().k[:, :, self.hidden :].to(compute), bound.groups)
         home, coefficients = home.to(compute), bound.coefficients.to(compute)
         q = bound.score.as_query(home, bound.score_params)
         return definition.kernel(bound, coefficients, q, k), definition.paired(bound, coefficients, q, home), k
@@ -218,7 +218,7 @@ class KeyValues(Memory):
         real = k.new_ones(1, 1, k.shape[2]) if mask is None else mask[:, None, self.hidden :].to(k)
         if bias is None:
             return real
-        return real * (~torch.isneginf(bias[..., self.hidden :])).to(k).repeat_interleave(groups, 1)
+        return real * expanded((~torch.isneginf(bias[..., self.hidden :])).to(k), groups)
 
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
@@ -233,19 +233,10 @@ class KeyValues(Memory):
         """The weights (B, H, T, S) of prepared queries at given positions among the held tokens."""
         held = self.tokens.silent()
         seen = replace(seen, key_mask=held.mask)
-        k = held.k.to(q.dtype)
-        row = col = None
-        solves = bound.anchor.solves  # its decays are no factors of the kernel
-        if held.log_decay is not None and not solves:
-            running = held.log_decay.cumsum(-1).repeat_interleave(bound.groups, 1)
-            row, col = running[..., seen.position], -running
-        if held.key_bias is not None:
-            extra = held.key_bias.double().repeat_interleave(bound.groups, 1)
-            col = extra if col is None else col + extra
-        if bound.groups > 1 and (solves or bound.far is not None or not bound.score.bilinear):
-            k = k.repeat_interleave(bound.groups, 1)
-        bias, decay = Bias(row, col, bound.slopes), held.log_decay if solves else None
-        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, decay)
+        k, bias = held.k.to(q.dtype), bound.bias(seen, held.log_decay, held.key_bias)
+        if bound.anchor.solves or bound.far is not None or not bound.score.bilinear:
+            k = expanded(k, bound.groups)
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, bias, held.log_decay)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import TopK
+from zonal.algebra.bound import expanded
 from zonal.algebra.hashing import LSH
 from zonal.execution.call import Call
 from zonal.features import hashing
@@ -47,7 +48,7 @@ def places(
         held = torch.where(key_mask[:, None, None], held, hashing.CODES)
     ranked, order = (held * size + torch.arange(keys, device=held.device)).sort(-1)
     base = asked.long() * size
-    ranked = ranked.repeat_interleave(groups, 1) if groups > 1 else ranked
+    ranked = expanded(ranked, groups)
 
     def place(at: Tensor) -> Tensor:
         return torch.searchsorted(ranked, (base + at.clamp(0, keys)).contiguous())
@@ -66,7 +67,7 @@ def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]
     """
     start, stop = (x[:, :, span].long() for x in (found.start, found.stop))
     groups = start.shape[1] // found.order.shape[1]
-    order = found.order.long().repeat_interleave(groups, 1) if groups > 1 else found.order.long()
+    order = expanded(found.order.long(), groups)
     step = torch.arange(reach, device=order.device)
     at = start[..., None] + step  # (B, H, t, L, reach)
     there = at < stop[..., None]

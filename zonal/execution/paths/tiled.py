@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import PlanAnchor, Row, SumAnchor, TopK
+from zonal.algebra.bound import expanded
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
 from zonal.algebra.score.base import paired_scores
 from zonal.execution.call import Call
-from zonal.execution.mask import expanded
 from zonal.execution.paths.tree import hierarchy_refusal
 from zonal.kernels.op import no_second_derivative
 
