@@ -165,14 +165,6 @@ def _torch_tiles(call: Call) -> str | None:
     return _untransformed("torch's tiles do not know the transforms of torch.func")
 
 
-def _constant(call: Call) -> str | None:
-    return "its past fades" if call.log_decay is not None else None
-
-
-def _fades(call: Call) -> str | None:
-    return "its past does not fade" if call.log_decay is None else None
-
-
 # -- running them ----------------------------------------------------------------------------------
 
 
@@ -217,8 +209,7 @@ ROUTES: tuple[Route, ...] = (
     Route("chunked", "C++ ridge", ridge.refusal, work.compiled_ridge, ridge.chunked, _RIDGE, "ridge", False,
           ridge.runner, ("ridge",)),
     Route("chunked", "Triton ridge", ridge.refusal, work.compiled_ridge, ridge.chunked, _RIDGE, "ridge", True),
-    Route("chunked", "torch ridge", _constant, work.ridge, chunked.chunked, _TORCH, "ridge"),
-    Route("chunked", "torch fading", _fades, work.fading, chunked.chunked, _TORCH, "ridge"),
+    Route("chunked", "torch ridge", _never, work.ridge, chunked.chunked, _TORCH, "ridge"),
     Route("streaming", "C++ sums", sums_refusal, work.compiled_steps, streaming.by_kernel, _STEPS, "sums",
           False, sources=("decode",)),
     Route("streaming", "C++ window and sums", window_refusal, work.compiled_window_steps, streaming.by_kernel,

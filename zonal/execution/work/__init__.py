@@ -15,7 +15,7 @@ from zonal.execution.work.pairs import (
     tiles,
     tree,
 )
-from zonal.execution.work.ridge import compiled_ridge, fading, ridge
+from zonal.execution.work.ridge import compiled_ridge, ridge
 from zonal.execution.work.steps import (
     candidates,
     compiled_candidates,
@@ -28,6 +28,6 @@ from zonal.execution.work.sums import compiled_sums, compiled_window, sums, wind
 
 __all__ = [
     "Work", "candidates", "compiled_candidates", "compiled_ridge", "compiled_ridge_steps", "compiled_steps",
-    "compiled_sums", "compiled_tiles", "compiled_window", "compiled_window_steps", "dense", "distances", "fading",
+    "compiled_sums", "compiled_tiles", "compiled_window", "compiled_window_steps", "dense", "distances",
     "plan_compiled", "plan_tiles", "ridge", "steps", "sums", "tiles", "tree", "window",
 ]  # fmt: skip

@@ -54,6 +54,8 @@ def compiled_ridge(s: Shape) -> Work:
 
 def ridge(s: Shape) -> Work:
     """Read-outs by torch: without causality one solve, else a factor a block and two masked products a solve."""
+    if s.tags.decays:
+        return _fading(s)
     rank, width, kv, shifts = rank_of(s), s.value_dim, s.batch * s.kv_heads, s.tags.shifts
     keys, rows = s.keys, s.groups * (min(s.queries, s.keys) if s.tied else s.queries)
     heads, vectors = s.batch * s.heads, s.batch * (s.heads * s.queries + s.kv_heads * s.keys)
@@ -86,7 +88,7 @@ def ridge(s: Shape) -> Work:
     return Work(done + _lifting(s, vectors), 4 * held * s.back * s.itemsize, peak * s.itemsize, calls)
 
 
-def fading(s: Shape) -> Work:
+def _fading(s: Shape) -> Work:
     """Read-outs by torch whose past fades: blocks with two rows a key, in float64."""
     rank, width, kv, shifts = rank_of(s), s.value_dim, s.batch * s.kv_heads, s.tags.shifts
     size = min(usual_block(rank, fades=True), max(s.keys, 1))
@@ -101,4 +103,4 @@ def fading(s: Shape) -> Work:
     return Work(2 * done, 8 * 4 * held * s.back, 8 * peak, calls)
 
 
-__all__ = ["compiled_ridge", "fading", "ridge"]
+__all__ = ["compiled_ridge", "ridge"]
