@@ -74,7 +74,7 @@ def _bias(ranks: Ranks, place: Layout, call: Call) -> tuple[Tensor | None, Tenso
 def _rows(place: Layout, call: Call) -> Intervals:
     """The keys that each query of this rank sees, as places in the whole sequence."""
     begin, length = place.begin(place.rank), place.lengths[place.rank]
-    rules = call.bound.priors, call.causal, call.include_self
+    rules = call.bound.priors, call.causal, call.tags.includes_self
     if len(place.edges) == 2:
         return intervals_of(length, begin + length, *rules)
     edges = torch.tensor(place.edges, dtype=torch.int64)

@@ -96,7 +96,6 @@ class Call:
     log_decay: Tensor | None
     key_bias: Tensor | None
     causal: bool
-    include_self: bool
     dtype: torch.dtype  # of the result
     head_dim: int  # of queries and keys as they came
     marginals: Marginals | None = None
@@ -204,7 +203,7 @@ class Call:
     def seen(self, queries: int, keys: int, mask: Tensor | None, cu_seqlens: Tensor | None = None) -> Visibility:
         """The visibility of other queries and keys by the rules of the call. mask: bool (B, S), False = padding."""
         return visibility(
-            queries, keys, self.bound.priors, causal=self.causal, include_self=self.include_self,
+            queries, keys, self.bound.priors, causal=self.causal, include_self=self.tags.includes_self,
             key_padding_mask=mask, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
@@ -306,7 +305,6 @@ def prepare(
         log_decay=decay,
         key_bias=key_bias,
         causal=tied,
-        include_self=tags.includes_self,
         dtype=q.dtype,
         head_dim=q.shape[3],
         marginals=marginals_of(

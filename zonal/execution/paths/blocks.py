@@ -147,7 +147,7 @@ def _tied(call: Call, tokens: Tokens, begun: Statistics, dtype: torch.dtype, blo
 def _cut(call: Call, tokens: Tokens, begun: Statistics, r: int, block: int | None) -> tuple[int, "Sight | None"]:
     """Tokens a block, and what its queries see of it: None where that is nothing."""
     usual, chunk, length = block or usual_block(r, begun.fades), call.chunk, tokens.length
-    mask, diagonal = None, 0 if call.include_self else -1
+    mask, diagonal = None, 0 if call.tags.includes_self else -1
     if chunk is not None:
         if call.tags.by_query or chunk > usual:
             return chunk, None

@@ -111,7 +111,7 @@ def _sums(call: Call, tokens: Tokens, before: Memory | None, block: int | None) 
     job = Job(
         features,
         call.bound.link,
-        Rule(call.causal, call.include_self, call.chunk, offset),
+        Rule(call.causal, call.tags.includes_self, call.chunk, offset),
         call.bound.groups,
         block or block_size(features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None),
         before is not None and call.chunk is None,

@@ -99,11 +99,11 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
     if isinstance(memory, KeyValues):
         grown = memory.extended(token)
         assert isinstance(grown, KeyValues)
-        return grown.newest(q, call.bound, call.include_self), grown
+        return grown.newest(q, call.bound, call.tags.includes_self), grown
     if call.chunk is not None:
         assert isinstance(memory, Summed)
         return memory.committed().lookup(q, call.bound), memory.extended(token)
-    if call.include_self:
+    if call.tags.includes_self:
         memory = memory.extended(token)
         return memory.lookup(q, call.bound), memory
     if isinstance(memory, DecayedSums) and token.log_decay is not None:

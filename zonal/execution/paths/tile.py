@@ -118,7 +118,7 @@ def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool
         kind_of(call),
         fused is not None and fused.normalise,
         causal=call.causal and call.chunk is None,
-        include_self=call.include_self,
+        include_self=call.tags.includes_self,
         chunk=call.chunk or 0,
         left=None if window is None else window.left,
         right=None if window is None else window.right,

@@ -34,7 +34,7 @@ def _not_softmax(call: Call) -> Reason:
     """The refusal of other weights than exp(q . k) over its sum in a row, of prepared q and k, and of priors."""
     bound, tags = call.bound, call.tags
     exponential = bound.score.bilinear and tile.code_of(bound.link) == FORMULAS["exp"]
-    if not exponential or tags.reduction != "row" or tags.top or not call.include_self:
+    if not exponential or tags.reduction != "row" or tags.top or not tags.includes_self:
         return "it computes softmax attention alone"
     plain_priors = all(isinstance(prior, Causal) for prior in bound.priors) and bound.slopes is None
     return None if plain_priors else "windows and biases of the distance are not in it"

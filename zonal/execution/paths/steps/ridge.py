@@ -74,7 +74,7 @@ class RidgeSteps(Steps):
             scale = query_scale(call, anchor, clipped).contiguous()
             rho = anchor.ridge(bound.anchor_params, kv_heads).double().contiguous() if memory.fades else None
             self._stepper = Stepper(
-                shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.include_self, rho
+                shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.tags.includes_self, rho
             )
             self._version, inverse = ridge_version(call.operator), memory.inverse
             if inverse is None or inverse.version != self._version:

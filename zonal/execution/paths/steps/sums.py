@@ -48,7 +48,7 @@ class SumsSteps(Steps):
             self._raw, product = found is not None, found or Product(1.0)
             spec = DecodeSpec(
                 (batch, self.heads, kv_heads, dim if product.maps is None else call.head_dim, value_dim),
-                features.degree, features.lowest, tile.kind_of(call), bound.link.positive, call.include_self,
+                features.degree, features.lowest, tile.kind_of(call), bound.link.positive, call.tags.includes_self,
                 product.normalise,
             )  # fmt: skip
             self._kernel = Kernel(spec, by_head(product.scale, self.heads), weights_of(bound, dim), product.maps)
