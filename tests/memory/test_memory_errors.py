@@ -45,7 +45,7 @@ BAD: list[tuple[str, Act, str]] = [
         "of a float type",
     ),
     ("mask type", lambda a: a.absorb(*kv(5, a), torch.ones(2, 5)), "must be bool of shape"),
-    ("mask shape", lambda a: a.absorb(*kv(5, a), torch.ones(2, 4, dtype=torch.bool)), r"\(batch, tokens\) = \(2, 5\)"),
+    ("mask shape", lambda a: a.absorb(*kv(5, a), torch.ones(2, 4, dtype=torch.bool)), r"\(batch, keys\) = \(2, 5\)"),
     ("bias", lambda a: a.absorb(*kv(5, a), key_bias=torch.zeros(2, 2, 5)), "key_bias must be None"),
     (
         "mask as a bias",

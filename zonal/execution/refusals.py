@@ -11,8 +11,7 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.refusals import leak
 from zonal.errors import ArgumentError
 from zonal.memory.form import FLOATS
-from zonal.memory.incoming import check_biases, untaken
-from zonal.typed import check_tensors
+from zonal.memory.incoming import check_beside, check_biased
 
 _AXES = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
 
@@ -53,16 +52,8 @@ def check_tokens(
             f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}), and "
             f"at least one. {_AXES}"
         )
-    batch, _, keys, _ = k.shape
-    given = {"key_padding_mask": key_padding_mask, "log_decay": log_decay, "key_bias": key_bias}
-    check_tensors("attention", given, k.device, optional=True)
-    mask = key_padding_mask
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (batch, keys)):
-        raise ArgumentError(
-            f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real "
-            f"tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
-        )
-    check_biases("attention", (batch, k.shape[1], keys), log_decay, key_bias)
+    batch, kv_heads, keys, _ = k.shape
+    check_beside("attention", (batch, kv_heads, keys), k.device, key_padding_mask, log_decay, key_bias)
 
 
 def check_packing(cu_seqlens: Tensor | None, batch: int) -> None:
@@ -87,9 +78,7 @@ def check_taken(
         raise ArgumentError(
             f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
         )
-    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if given is not None and (reason := untaken(operator, name)) is not None:
-            raise ArgumentError(f"attention: {reason}")
+    check_biased("attention", operator.name, tags, log_decay, key_bias)
     if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
         require_values(
             ~torch.isneginf(key_bias).any(),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zonal.algebra import Operator
+from zonal.algebra import Operator, Tags
 from zonal.algebra.operator import Bound
 from zonal.algebra.score.base import prepared_keys
 from zonal.errors import ArgumentError, NonFiniteError
@@ -32,8 +32,6 @@ def check_tokens(
     it pass.
     """
     n = k.shape[2] if k.ndim == 4 else 0
-    given = {"key_padding_mask": mask, "log_decay": log_decay, "key_bias": key_bias}
-    check_tensors("Memory.absorb", given, form.device, optional=True)
     for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
         required = (form.batch, form.heads, n, dim)
         if tuple(x.shape) != required:
@@ -46,22 +44,30 @@ def check_tokens(
             raise ArgumentError(
                 f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."
             )
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
-        raise ArgumentError(
-            f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with True for "
-            f"real tokens, received {mask.dtype} of shape {tuple(mask.shape)}."
-        )
-    check_biases("Memory.absorb", (form.batch, form.heads, n), log_decay, key_bias)
-    for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
-        if x is not None and (reason := untaken(operator, name)) is not None:
-            raise ArgumentError(f"Memory.absorb: {reason}")
+    check_beside("Memory.absorb", (form.batch, form.heads, n), form.device, mask, log_decay, key_bias)
+    check_biased("Memory.absorb", operator.name, operator.tags, log_decay, key_bias)
     _check_numbers({"k": k, "v": v, "log_decay": log_decay, "key_bias": key_bias, "key_gate": key_gate}, mask)
 
 
-def check_biases(call: str, shape: tuple[int, int, int], log_decay: Tensor | None, key_bias: Tensor | None) -> None:
-    """Raises: ArgumentError for biases or decays that are not floating point, or not one for each key of each head.
-    shape: (batch, key heads, keys).
+def check_beside(
+    call: str,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    key_bias: Tensor | None,
+) -> None:
+    """Raise ArgumentError, which begins with ``call``, for a padding mask, decays or biases that do not fit keys of
+    shape (batch, key heads, keys) on a device.
     """
+    given = {"key_padding_mask": mask, "log_decay": log_decay, "key_bias": key_bias}
+    check_tensors(call, given, device, optional=True)
+    by_key = (shape[0], shape[2])
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != by_key):
+        raise ArgumentError(
+            f"{call}: key_padding_mask must be bool of shape (batch, keys) = {by_key} with True for real tokens, "
+            f"received {mask.dtype} of shape {tuple(mask.shape)}."
+        )
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is None:
             continue
@@ -111,18 +117,18 @@ def prepared(
     return Tokens(keys, v, mask, decay_of(bound, k, mask, log_decay), key_bias)
 
 
-def untaken(operator: Operator, name: str) -> str | None:
-    """Why an operator does not take ``log_decay`` or ``key_bias``, as a sentence, or None."""
-    tags = operator.tags
-    if name == "log_decay" and tags.window:
-        return f"operator {operator.name!r} sums up the keys before its window without a decay; log_decay must be None."
-    if not tags.solves or (name == "log_decay" and tags.decays):
-        return None
-    declared = ", unless it declares that its past fades, as mechanisms.ska(fading=True) does"
-    return (
-        f"operator {operator.name!r} solves with the kernel among keys; {name} must be "
-        f"None{declared if name == 'log_decay' else ''}."
-    )
+def check_biased(call: str, name: str, tags: Tags, log_decay: Tensor | None, key_bias: Tensor | None) -> None:
+    """Raise ArgumentError, which begins with ``call``, for decays or biases that operator ``name`` does not take."""
+    who = f"{call}: operator {name!r}"
+    if log_decay is not None and tags.window:
+        raise ArgumentError(f"{who} sums up the keys before its window without a decay; log_decay must be None.")
+    if log_decay is not None and tags.solves and not tags.decays:
+        raise ArgumentError(
+            f"{who} solves with the kernel among keys; log_decay must be None, unless it declares that its past fades, "
+            "as mechanisms.ska(fading=True) does."
+        )
+    if key_bias is not None and tags.solves:
+        raise ArgumentError(f"{who} solves with the kernel among keys; key_bias must be None.")
 
 
 def decay_of(bound: Bound, k: Tensor, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
@@ -139,4 +145,4 @@ def decay_of(bound: Bound, k: Tensor, mask: Tensor | None, given: Tensor | None)
     return decay if mask is None else torch.where(mask[:, None], decay, 0.0)
 
 
-__all__ = ["check_tokens", "decay_of", "prepared", "untaken"]
+__all__ = ["check_beside", "check_biased", "check_tokens", "decay_of", "prepared"]
