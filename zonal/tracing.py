@@ -5,10 +5,11 @@ The marks are made without importing the compiler: that takes as long as importi
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zonal import torch_func
@@ -63,6 +64,11 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or in_dispatch_mode() or torch_func.active()
 
 
+def recorded(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd records what is done with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def kept(function: _Function) -> _Function:
     """Keeps the last 64 results of a function that makes tensors; ``traced`` calls make their own."""
 
@@ -80,4 +86,4 @@ def kept(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-__all__ = ["concrete", "constant", "constant_kept", "in_dispatch_mode", "kept", "traced", "untraced"]
+__all__ = ["concrete", "constant", "constant_kept", "in_dispatch_mode", "kept", "recorded", "traced", "untraced"]

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from zonal import torch_func
+from zonal.tracing import recorded
 
 
 def horner(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
     """sum_k c[k] x^k for c (n, H, 1, 1); in ``out`` where it is given and nothing follows the numbers."""
     if c.shape[0] == 1:
         return c[0].expand(x.shape)
-    followed = torch.is_grad_enabled() and (x.requires_grad or c.requires_grad)
-    if followed or torch_func.forward() or torch_func.active():
+    if recorded((x, c)) or torch_func.forward() or torch_func.active():
         y = torch.addcmul(c[-2], c[-1], x)
         for k in range(c.shape[0] - 3, -1, -1):
             y = torch.addcmul(c[k], y, x)

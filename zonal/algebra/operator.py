@@ -31,7 +31,7 @@ from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.refusals import refusal
 from zonal.algebra.score import Dot, Params, Score
 from zonal.errors import ArgumentError
-from zonal.tracing import traced
+from zonal.tracing import recorded, traced
 
 Readout = Literal["head", "concat"] | None
 LayerInit = Literal["default", "zero_output", "orthogonal"]
@@ -266,8 +266,8 @@ class Operator(nn.Module):
             c = self._coefficients(kv_heads, kv_heads)
             return c if c.shape[1] == 1 else c.repeat_interleave(heads // kv_heads, 1)
         learned = {key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]}
-        tracked = torch.is_grad_enabled() and any(p.requires_grad for p in learned.values())
-        if tracked or traced() or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values()):
+        tracked = recorded(learned.values()) or traced()
+        if tracked or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values()):
             return self._combined(learned, heads)
         # a dozen operations on a few numbers cost more than a short call, so the results are kept while their inputs
         # are unchanged

@@ -21,6 +21,7 @@ from zonal.execution.refusals import check_order, check_packing, check_taken, ch
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.tokens import joined
 from zonal.memory.weights import check_weights, weighed
+from zonal.tracing import recorded
 from zonal.typed import check_switch, check_tensors
 
 Result = tuple[Tensor, Memory | None]
@@ -164,17 +165,11 @@ class Call:
         return min(self.head_dim, self.shape.value_dim) == 0
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether a gradient may flow to queries, keys, values or what the score learned."""
-        return any(x.requires_grad for x in (*self.given, *self.bound.score_params.values()))
-
-    @property
     def recorded(self) -> bool:
         """Whether gradients flow to anything that the call is made from."""
-        others = (self.coefficients, self.bias.row, self.bias.col, self.log_decay, *self.bound.anchor_params.values())
-        return torch.is_grad_enabled() and (
-            self.requires_grad or any(x is not None and x.requires_grad for x in others)
-        )
+        bound = self.bound
+        own = self.coefficients, self.bias.row, self.bias.col, self.log_decay
+        return recorded((*self.given, *own, *bound.score_params.values(), *bound.anchor_params.values()))
 
     @property
     def kind(self) -> str:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from zonal import torch_func
 from zonal.errors import PathError
 from zonal.kernels import transforms
+from zonal.tracing import recorded
 
 # to look these up among all that torch has takes longer than to call them, where other work has swept the caches
 _compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
@@ -217,11 +218,6 @@ def _schema(kind: Any) -> str:
     return "Tensor" if kind is Tensor else "Tensor?"
 
 
-def recorded(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records what is done with these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether these are CPU tensors without tracers, modes or tangents, so that a short call can skip torch's
     operators.
@@ -260,4 +256,4 @@ def _made(kind: Any, value: Any) -> Any:
     return value
 
 
-__all__ = ["Body", "Op", "decode", "encode", "no_second_derivative", "on_cuda", "only_first", "plain", "recorded"]
+__all__ = ["Body", "Op", "decode", "encode", "no_second_derivative", "on_cuda", "only_first", "plain"]

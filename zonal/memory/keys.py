@@ -23,6 +23,7 @@ from zonal.memory.ridge import anchor_of
 from zonal.memory.rows import concatenated
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
+from zonal.tracing import recorded
 
 _FIRST_ROOM = 64
 _TAKING = threading.Lock()
@@ -105,10 +106,9 @@ class KeyValues(Memory):
             tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
         tokens = tokens.completed(self.buffer.room)
         buffer, end = self.buffer, self.end + tokens.length
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
-        recorded = learning or torch_func.forward()
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
-        if recorded or torch.compiler.is_compiling():  # room in advance would be written to, and bound the length
+        # room in advance would be written to, and bound the length
+        if recorded((*buffer.room, *tokens)) or torch_func.forward() or torch.compiler.is_compiling():
             held = joined(self.tokens, tokens.map(torch.clone) if self.begin == self.end else tokens)
             buffer, begin, end = _Buffer(held, held.length), begin - self.begin, held.length
             return replace(self, count=self.count + tokens.length, buffer=buffer, begin=begin, end=end)

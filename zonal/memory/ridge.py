@@ -27,6 +27,7 @@ from zonal.memory.seams import bordered, holds, outer, places, taken_out
 from zonal.memory.summed import Summed
 from zonal.memory.tokens import Tokens
 from zonal.memory.whitened import WhitenedFeatures, harmonics_of, width_of
+from zonal.tracing import recorded
 
 
 def anchor_of(operator: Operator) -> Ridge:
@@ -307,11 +308,11 @@ class GramStatistics(Summed):
         if self.fades or torch.compiler.is_compiling():  # a graph cannot check that the kept one is of these values
             return self.made(bound)
         version = ridge_version(self.operator)
-        recorded = _recorded(self.gram, *self.operator.learned_parts.values())
-        if self.inverse is not None and self.inverse.version == version and not recorded:
+        follows = recorded((self.gram, *self.operator.learned_parts.values()))
+        if self.inverse is not None and self.inverse.version == version and not follows:
             return self.inverse.matrix
         matrix = self.made(bound)
-        if not recorded:
+        if not follows:
             # a derived value: what this memory is does not change
             object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
         return matrix
@@ -332,7 +333,7 @@ class GramStatistics(Summed):
             or anchor_of(self.operator).moving
             or 2 * n > self.gram.shape[-1]
             or inverse.age + n > REMAKE
-            or _recorded(z, self.gram)
+            or recorded((z, self.gram))
             or inverse.version != ridge_version(self.operator)
         ):
             return None
@@ -388,10 +389,6 @@ class FadingStatistics(GramStatistics):
     kind: ClassVar[str] = "fading"
     roundings: ClassVar[int] = 4
     fades: ClassVar[bool] = True
-
-
-def _recorded(*values: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
 __all__ = [

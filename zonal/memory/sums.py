@@ -18,6 +18,7 @@ from zonal.memory.criterion import ratio
 from zonal.memory.refusals import served_by
 from zonal.memory.summed import Summed
 from zonal.memory.tokens import Tokens
+from zonal.tracing import recorded
 
 
 def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
@@ -47,8 +48,7 @@ def with_mass(normalises: bool, tokens: Tokens, dtype: torch.dtype) -> tuple[Ten
 def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
     """sum_s l(q . k_s) [v_s, 1]: q (B, H, T, D) and state (B, Hkv, m, P1) -> (B, H, T, P1)."""
     batch, heads, queries, dim = q.shape
-    recorded = torch.is_grad_enabled() and q.requires_grad
-    phi = features(q) if recorded else features.write(q)
+    phi = features(q) if recorded([q]) else features.write(q)
     if not features.trivial:
         phi = phi * features.scale(bound.link.monomials(bound.coefficients.to(q)), dim).unsqueeze(1)
     return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state.to(phi)).view(
@@ -78,7 +78,7 @@ def least_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
 
 def plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
     """state + sum_s phi(k_s) v_s^T."""
-    if k.shape[2] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (state, k, v))):
+    if k.shape[2] == 1 and not recorded((state, k, v)):
         # one pass over the state: what a decoder does at each token
         return torch.baddbmm(state.flatten(0, 1), features.write(k).mT.flatten(0, 1), v.flatten(0, 1)).view(state.shape)
     return state + moments(k, v, features)

@@ -29,7 +29,6 @@ from zonal.kernels.features import FAMILY as FEATURES
 from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
 from zonal.kernels.native import Reason
-from zonal.kernels.op import recorded
 from zonal.kernels.sums import FAMILY as SUMS
 from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.tile import FAMILY as TILE
@@ -37,6 +36,7 @@ from zonal.kernels.tile import TileSpec
 from zonal.memory import Tokens, WindowedSums
 from zonal.memory.sums import with_mass
 from zonal.memory.windowed import Leaving, far_of, merged, met, near_sums, opened, packed, require_summed, taken
+from zonal.tracing import recorded
 
 _FEWEST = 32
 """Queries of a block of torch's window: with fewer, blocks repeat most of their keys."""

@@ -14,11 +14,12 @@ from zonal.execution.call import Call, Result
 from zonal.execution.paths import tile
 from zonal.execution.paths.sums import Runner, places_of
 from zonal.kernels.native import Reason, switched_off
-from zonal.kernels.op import plain, recorded
+from zonal.kernels.op import plain
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
+from zonal.tracing import recorded
 
 
 def refusal(call: Call) -> Reason:

@@ -17,12 +17,12 @@ from zonal.features import SymmetricPowers
 from zonal.features.serve import powers_of
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
-from zonal.kernels.op import plain, recorded
+from zonal.kernels.op import plain
 from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, prepared, summed, sums
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
-from zonal.tracing import concrete
+from zonal.tracing import concrete, recorded
 
 Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """y of q, k and v, or None where the environment has switched kernels off since it was made."""

@@ -19,8 +19,8 @@ from zonal.execution.paths.features import prepared
 from zonal.formula import Formula
 from zonal.kernels.abi import ANCHORS, Anchor
 from zonal.kernels.native import LARGEST, Reason
-from zonal.kernels.op import recorded
 from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
+from zonal.tracing import recorded
 
 _FAR = 1e30
 """An end of a domain at infinity, in source text, which has no literal for it. In float32, also times log2(e)."""

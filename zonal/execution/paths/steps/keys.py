@@ -12,9 +12,9 @@ from zonal.execution.paths import tile
 from zonal.execution.paths.steps.base import Steps, unfit
 from zonal.formula import FORMULAS
 from zonal.kernels.native import Reason
-from zonal.kernels.op import recorded
 from zonal.memory import KeyValues
 from zonal.memory.tokens import Tokens
+from zonal.tracing import recorded
 
 
 def keys_refusal(call: Call) -> Reason:

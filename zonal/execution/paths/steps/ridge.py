@@ -13,11 +13,11 @@ from zonal.execution.paths.ridge import clipped_of, multiplied, other_ridge, que
 from zonal.execution.paths.steps.base import Steps, refusal
 from zonal.kernels.abi import empty
 from zonal.kernels.native import Reason
-from zonal.kernels.op import recorded
 from zonal.kernels.ridge_decode import DTYPES, FAMILY, LATE, Stepper
 from zonal.memory.inverse import REMAKE, Inverse, ridge_version
 from zonal.memory.ridge import GramStatistics
 from zonal.memory.whitened import width_of
+from zonal.tracing import recorded
 
 MOST_FADED = 12.0
 """After more nats of decay than this in one call torch's steps run: what is left is too small for updates."""

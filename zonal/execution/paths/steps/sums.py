@@ -14,8 +14,8 @@ from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
 from zonal.kernels.decode import DecodeSpec
 from zonal.kernels.native import Reason
-from zonal.kernels.op import recorded
 from zonal.memory.sums import Sums, fading
+from zonal.tracing import recorded
 
 
 def sums_refusal(call: Call) -> Reason:

@@ -15,9 +15,9 @@ from zonal.kernels.decode import FAMILY as SUMS
 from zonal.kernels.decode import Decoder as Kernel
 from zonal.kernels.decode import DecodeSpec, Window, WindowSpec
 from zonal.kernels.native import Reason
-from zonal.kernels.op import recorded
 from zonal.memory.tokens import Tokens
 from zonal.memory.windowed import WindowedSums, far_of
+from zonal.tracing import recorded
 
 _ROOM = 64
 """A window has room for as many further tokens as it has, and these, before its keys move to a new place."""
