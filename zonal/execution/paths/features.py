@@ -3,6 +3,7 @@
 import torch
 
 from zonal import torch_func
+from zonal.algebra.bound import Bound
 from zonal.algebra.score import FeatureLayer
 from zonal.execution.call import Call, Prepared
 from zonal.kernels.features import FAMILY, made
@@ -14,13 +15,15 @@ def layers_of(call: Call) -> Layers | None:
     """How the kernel for features makes queries and keys from raw ones; None = the score prepares them by torch."""
     if call.raw is None or call.device.type != "cpu" or torch_func.active():
         return None
-    if FAMILY.refusal("cpu", call.coefficients.dtype, lambda: None) is not None:
+    return layers_for(call.bound, call.head_dim, call.raw.scale, call.device.type, call.coefficients.dtype)
+
+
+def layers_for(bound: Bound, dim: int, scale: float | None, device: str, dtype: torch.dtype) -> Layers | None:
+    """``layers_of`` for raw queries and keys of ``dim`` numbers."""
+    if FAMILY.refusal(device, dtype, lambda: None) is not None:
         return None
-    return with_matrix(call.bound.score.layers(call.head_dim, call.bound.score_params, call.raw.scale))
-
-
-def with_matrix(layers: Layers | None) -> Layers | None:
-    """Layers that the kernel for features makes. Of many tokens torch applies a plain elementwise function as fast."""
+    layers = bound.score.layers(dim, bound.score_params, scale)
+    # of many tokens torch applies a plain elementwise function as fast
     return None if layers is None or layers[0].weight is None else layers
 
 
@@ -37,4 +40,4 @@ def prepared(call: Call) -> Prepared:
     return call.tokens if layers is None or layers[0].left else made_by(layers, call)
 
 
-__all__ = ["Layers", "layers_of", "made_by", "prepared", "with_matrix"]
+__all__ = ["Layers", "layers_for", "layers_of", "made_by", "prepared"]

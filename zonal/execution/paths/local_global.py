@@ -21,11 +21,10 @@ from zonal.algebra.score import Fused
 from zonal.execution.call import Call, Result, check_memory, without_idle
 from zonal.execution.paths import tile
 from zonal.execution.paths.documents import by_document
-from zonal.execution.paths.features import with_matrix
+from zonal.execution.paths.features import layers_for
 from zonal.execution.paths.scan import Job, Rule, block_size, scan
 from zonal.execution.paths.sums import known, link_numbers, run_kernel
 from zonal.features.serve import powers_of
-from zonal.kernels.features import FAMILY as FEATURES
 from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
 from zonal.kernels.native import Reason
@@ -180,10 +179,8 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
 
 def _prepared(far: Far, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of the far kernel, by the kernel of features where it has the map."""
-    dim, score = q.shape[-1], far.bound.score
-    layers = None
-    if FEATURES.refusal(q.device.type, q.dtype, lambda: None) is None:
-        layers = with_matrix(score.layers(dim, far.bound.score_params, None))
+    dim = q.shape[-1]
+    layers = layers_for(far.bound, dim, None, q.device.type, q.dtype)
     if layers is None or layers[0].left:  # those that are products stay products only in a call of their own
         return far.queries(q), far.keys(k)
     return made(q, layers[0].scaled_input(dim**0.25)), made(k, layers[1].scaled_input(dim**-0.25))
