@@ -50,10 +50,19 @@ def visible(call: Call) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
 
 
-def scaled(call: Call, factor: Tensor) -> Call:
-    """The call with K multiplied by factors of the rows (H, T)."""
-    row = factor.log() if call.bias.row is None else factor.log() + call.bias.row
-    return dataclasses.replace(call, bias=Bias(row.expand(1, *factor.shape), call.bias.col, call.bias.slope))
+def tilted(call: Call, row: Tensor | float = 0.0, col: Tensor | float = 0.0) -> Tensor:
+    """The weights with numbers of rows (1, H, T) and of columns (1, H, S) added to log K."""
+    own, none = call.bias, torch.zeros(1, 4, 12, dtype=torch.float64)
+    row, col = (none + x if had is None else had + x for x, had in ((row, own.row), (col, own.col)))
+    return definition.weights(
+        call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, Bias(row, col, own.slope),
+        call.log_decay, call.marginals,
+    )  # fmt: skip
+
+
+def scaled(call: Call, factor: Tensor) -> Tensor:
+    """The weights with K multiplied by factors of the rows (H, T)."""
+    return tilted(call, row=factor.log())
 
 
 def whole(operator: Operator) -> tuple[Operator, Case]:
@@ -233,16 +242,12 @@ def separable_prior(operator: Operator) -> None:
 
 def row_gauge(operator: Operator) -> None:
     call = called(operator)
-    assert near(dense.weights(scaled(call, draw(4, 12).exp())), dense.weights(call))
+    assert near(scaled(call, draw(4, 12).exp()), dense.weights(call))
 
 
 def column_gauge(operator: Operator) -> None:
     call = called(operator)
-    bias = draw(1, 4, 12)
-    scaled_by_column = dataclasses.replace(
-        call, bias=Bias(call.bias.row, bias if call.bias.col is None else bias + call.bias.col, call.bias.slope)
-    )
-    assert near(dense.weights(scaled_by_column), dense.weights(call))
+    assert near(tilted(call, col=draw(1, 4, 12)), dense.weights(call))
 
 
 def plan_sums(operator: Operator) -> None:
@@ -264,7 +269,7 @@ def row_gauge_of_blocks(operator: Operator) -> None:
     assert isinstance(operator.anchor, anchor.Hierarchical)
     call, size = called(operator), operator.anchor.sizes[0]
     factor = draw(4, -(-12 // size)).exp().repeat_interleave(size, 1)[:, :12]
-    assert near(dense.weights(scaled(call, factor)), dense.weights(call))
+    assert near(scaled(call, factor), dense.weights(call))
 
 
 def tied_blocks(operator: Operator) -> None:
@@ -277,8 +282,8 @@ def tied_blocks(operator: Operator) -> None:
 
 def no_gauge(operator: Operator) -> None:
     call, factor = called(operator), draw(4, 12).exp()
-    assert near(dense.weights(scaled(call, factor)), factor[..., None] * dense.weights(call))
-    assert not near(dense.weights(scaled(call, factor)), dense.weights(call), 1e-3)
+    assert near(scaled(call, factor), factor[..., None] * dense.weights(call))
+    assert not near(scaled(call, factor), dense.weights(call), 1e-3)
 
 
 def means_of_values(operator: Operator) -> None:

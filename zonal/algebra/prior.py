@@ -346,10 +346,6 @@ class Bias:
     col: Tensor | None = None
     slope: Tensor | None = None
 
-    @property
-    def empty(self) -> bool:
-        return self.row is None and self.col is None and self.slope is None
-
     def tile(self, t0: int, t1: int, s0: int, s1: int, position: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The log prior of a tile, broadcastable to (B, H, t, s)."""
         row = None if self.row is None else self.row[..., t0:t1, None]

@@ -61,7 +61,8 @@ def _check(call: Call, path: str) -> None:
 
 def _bias(ranks: Ranks, place: Layout, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The log prior of rows and of columns; running sums of decays begin with the first token of rank 0."""
-    row, col = call.bias.row, call.bias.col
+    bias = call.bias
+    row, col = bias.row, bias.col
     if call.log_decay is None or row is None or col is None:
         return row, col
     whole = (call.log_decay.sum(-1),)

@@ -77,7 +77,7 @@ class Call:
     tokens have been replaced).
 
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1).
-    log_decay: (B or 1, Hkv, S) float64 or None; 0 on padding. ``bias`` contains it too, except for anchors that solve.
+    log_decay: (B or 1, Hkv, S) float64 or None; 0 on padding.
     marginals: the masses of queries and keys, for anchors that couple queries.
     causal: whether queries have positions at all, declared by the operator or requested by the call.
     held: what the call continues from; None means nothing, and that no memory is returned.
@@ -93,7 +93,6 @@ class Call:
     prepared: Prepared | None
     coefficients: Tensor
     visibility: Visibility
-    bias: Bias
     log_decay: Tensor | None
     key_bias: Tensor | None
     causal: bool
@@ -157,7 +156,14 @@ class Call:
     @property
     def biased(self) -> bool:
         """Whether scores get log priors: those of the call, or decays and biases of the keys that its memory holds."""
-        return not self.bias.empty or (isinstance(self.memory, KeyValues) and self.memory.biased)
+        priors = self.log_decay, self.key_bias, self.bound.slopes
+        own = not self.tags.solves and any(x is not None for x in priors)
+        return own or (isinstance(self.memory, KeyValues) and self.memory.biased)
+
+    @property
+    def bias(self) -> Bias:
+        """What is added to log K, made anew each time."""
+        return self.bound.bias(self.visibility, self.log_decay, self.key_bias)
 
     @property
     def empty(self) -> bool:
@@ -168,7 +174,7 @@ class Call:
     def recorded(self) -> bool:
         """Whether gradients flow to anything that the call is made from."""
         bound = self.bound
-        own = self.coefficients, self.bias.row, self.bias.col, self.log_decay
+        own = self.coefficients, self.log_decay, self.key_bias
         return recorded((*self.given, *own, *bound.score_params.values(), *bound.anchor_params.values()))
 
     @property
@@ -296,7 +302,6 @@ def prepare(
         prepared=None,
         coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen,
-        bias=bound.bias(seen, decay, key_bias),
         log_decay=decay,
         key_bias=key_bias,
         causal=tied,
@@ -347,11 +352,8 @@ def following(call: Call, past: Tokens) -> Call:
     if new.log_decay is not None:
         new = new._replace(log_decay=new.log_decay.expand(new.k.shape[:3]))
     k, v, mask, decay, key_bias = joined(past._replace(k=past.k.to(new.k), v=past.v.to(new.v)), new)
-    seen = call.seen(call.q.shape[2], k.shape[2], mask)
-    return replace(
-        call, raw=None, prepared=Prepared(call.q, k, v), visibility=seen,
-        bias=call.bound.bias(seen, decay, key_bias), log_decay=decay, key_bias=key_bias,
-    )  # fmt: skip
+    tokens, seen = Prepared(call.q, k, v), call.seen(call.q.shape[2], k.shape[2], mask)
+    return replace(call, raw=None, prepared=tokens, visibility=seen, log_decay=decay, key_bias=key_bias)
 
 
 def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) -> Call:
@@ -369,10 +371,7 @@ def span(call: Call, start: int, stop: int, cu_seqlens: Tensor | None = None) ->
     mask = call.visibility.key_mask
     seen = call.seen(stop - start, stop - start, None if mask is None else mask[:, start:stop], cu_seqlens)
     decay, key_bias = (None if x is None else cut(x) for x in (call.log_decay, call.key_bias))
-    return replace(
-        call, raw=raw, prepared=prepared, visibility=seen, bias=call.bound.bias(seen, decay, key_bias),
-        log_decay=decay, key_bias=key_bias,
-    )  # fmt: skip
+    return replace(call, raw=raw, prepared=prepared, visibility=seen, log_decay=decay, key_bias=key_bias)
 
 
 def without_idle(call: Call, idle: int, run: Callable[[Call], Result]) -> Result:

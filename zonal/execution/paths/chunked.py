@@ -36,7 +36,7 @@ def refusal(call: Call) -> str | None:
                 f"{what}, so every token has an inverse of its own; "
                 "add prior.ChunkCausal, or use mode='constant', relative=0 and spectral_norm='none'"
             )
-    elif call.window is not None or call.bias.slope is not None:
+    elif call.window is not None or call.bound.slopes is not None:
         reason = features_refusal(call.bound, call.head_dim)
         reason = reason or "weights depend on positions, and a sum over keys does not keep them"
     elif call.log_decay is not None and call.chunk is not None:

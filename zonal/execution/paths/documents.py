@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zonal.algebra.prior import Bias
 from zonal.execution.call import Call, Prepared
 
 
@@ -53,7 +52,7 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
         decay = decay * mask[:, None]
     seen = call.seen(index.shape[1], index.shape[1], mask)
     group = replace(
-        call, raw=None, prepared=Prepared(rows(call.q), rows(call.k), rows(call.v)), visibility=seen, bias=Bias(),
+        call, raw=None, prepared=Prepared(rows(call.q), rows(call.k), rows(call.v)), visibility=seen,
         log_decay=decay, key_bias=None if bias is None else rows(bias),
     )  # fmt: skip
     return group, index, inside

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.link import Link
-from zonal.algebra.prior import Bias, Rule, Visibility, intervals_of
+from zonal.algebra.prior import Rule, Visibility, intervals_of
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call, Prepared, Result
 from zonal.execution.paths import tile
@@ -46,7 +46,7 @@ def _unfit(call: Call, code: Formula | None) -> Reason:
     reason = tile.missing_formula(call.bound, code, call.device.type) or tile.other_anchor(call)
     if reason is not None:
         return reason
-    if call.bias.slope is not None:
+    if call.bound.slopes is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"
     if call.held is not None and call.held.kind not in ("features", "decayed"):
         return f"a memory of kind {call.held.kind!r} is not in it"
@@ -91,10 +91,8 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     whole = tokens.length // call.chunk * call.chunk
     done, rest = tokens.span(0, whole), tokens.span(whole, tokens.length).map(torch.clone)
     seen = call.seen(call.q.shape[2], tokens.length, tokens.mask)
-    whole_chunks = replace(
-        call, raw=None, prepared=Prepared(call.q, done.k, done.v), visibility=seen, bias=Bias(), key_bias=done.key_bias
-    )
-    y, final = _run(whole_chunks, earlier)
+    prepared = Prepared(call.q, done.k, done.v)
+    y, final = _run(replace(call, raw=None, prepared=prepared, visibility=seen, key_bias=done.key_bias), earlier)
     after = carried(earlier, final, tokens)
     assert isinstance(after, FeatureSums)
     return y, replace(after, pending=rest if rest.length else None)

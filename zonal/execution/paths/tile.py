@@ -187,10 +187,10 @@ def tiled(call: Call) -> Tensor:
         q, k, v = call.raw[:3]
     edges = None if seen.borders is None else seen.borders.to(q.device)
     scale = scale_of(fused, call.shape.heads, q.device)
-    row, col, slope = call.bias.row, call.bias.col, call.bias.slope
-    inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, row, col, slope)
+    bias = call.bias
+    inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges, bias.row, bias.col, bias.slope)
     # under vmap a tensor does not say that gradients flow through it
-    inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients, row, col))
+    inference = not torch_func.active() and not recorded((*inputs[:5], call.coefficients, bias.row, bias.col))
     return call.scaled(tile(inputs, rules(call, code, fused, inference))[0])
 
 

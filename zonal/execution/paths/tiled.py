@@ -87,15 +87,15 @@ def parts_of(call: Call) -> Parts:
         top,
         call.tags.log_space,
         call.visibility,
-        call.bias.slope,
+        call.bound.slopes,
         call.bound.groups,
     )
 
 
 def tiled(call: Call) -> Tensor:
     """y (B, H, T, P) by torch."""
-    parts = parts_of(call)
-    y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
+    parts, bias = parts_of(call), call.bias
+    y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, bias.row, bias.col, parts)
     return call.scaled(y)
 
 

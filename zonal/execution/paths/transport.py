@@ -60,7 +60,7 @@ def refusal(call: Call) -> str | None:
 def _as_rows(call: Call) -> Call:
     """Row attention with the call's scores, as the kernel makes the passes."""
     bound, tags = replace(call.bound, anchor=Row()), call.tags._replace(reduction="row")
-    return replace(call, bound=bound, tags=tags, bias=Bias(slope=call.bias.slope))
+    return replace(call, bound=bound, tags=tags, key_bias=None)
 
 
 # how often an iteration goes round depends on numbers, which a tracer does not have
@@ -147,7 +147,7 @@ class _Compiled:
     """Passes by the tile kernel, with log b (or log a) as biases of keys."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        self._q, self._k, self._slope = q, k, call.bias.slope
+        self._q, self._k, self._slope = q, k, call.bound.slopes
         self._scale, self._none, self._empty = q.new_ones(q.shape[1]), q.new_zeros(q.shape[1], 0), q.new_empty(0)
         seen, code, window = call.visibility, _code(call), call.window
         self._borders = seen.borders
@@ -203,7 +203,7 @@ class _Torch:
                 "keys. Look for them in q and k."
             )
         score, seen = call.bound.score, replace(call.visibility, key_mask=None)
-        self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bias.slope
+        self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bound.slopes
         self._across = tiled.Parts(score, call.bound.link, Row(), None, True, seen, self._slope, 1)
         self._along = self._across._replace(score=score if score.bilinear else _Turned(score), visibility=turned(seen))
 

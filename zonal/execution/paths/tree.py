@@ -24,7 +24,7 @@ def hierarchy_refusal(call: Call) -> str | None:
             f"score {type(call.bound.score).__name__} of mean vectors is not the mean score, "
             "as that of a dot product is"
         )
-    if call.bias.slope is not None:
+    if call.bound.slopes is not None:
         return "a bias that depends on pairs of positions (ALiBi) is no sum of one for each"
     return None
 
@@ -43,7 +43,8 @@ def hierarchical(call: Call) -> Tensor:
         torch.where(real[..., None], F.pad(x, (0, 0, 0, fill)), 0)
         for x in (call.q, call.expand(call.k), call.expand(call.v))
     )
-    bias = torch.zeros_like(marginals.key) if call.bias.col is None else call.bias.col.to(marginals.key)
+    col = call.bias.col
+    bias = torch.zeros_like(marginals.key) if col is None else col.to(marginals.key)
     bias = torch.where(real, F.pad(bias.expand_as(marginals.key), (0, fill)), 0)
     q, k, v, bias, real = (x.unflatten(2, (-1, size)) if size else x.unsqueeze(2) for x in (q, k, v, bias, real))
     scores = torch.where(real[..., None, :], q @ k.mT + bias[..., None, :], ABSENT)
