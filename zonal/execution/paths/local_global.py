@@ -29,7 +29,7 @@ from zonal.kernels.features import made
 from zonal.kernels.local_global import WindowInputs, local_global
 from zonal.kernels.native import Reason
 from zonal.kernels.sums import FAMILY as SUMS
-from zonal.kernels.sums import SumsInputs, SumsSpec
+from zonal.kernels.sums import SumsInputs, SumsSpec, summed, sums
 from zonal.kernels.tile import FAMILY as TILE
 from zonal.kernels.tile import TileSpec
 from zonal.memory import Tokens, WindowedSums
@@ -173,7 +173,7 @@ def _summed(call: Call, placed: _Placed) -> tuple[Tensor, Tensor | None]:
     )  # fmt: skip
     # these keys end before the window of the last query, which sees all of them; each query before it sees one less
     seen = visibility(queries, keys.length, (), causal=True, include_self=True, key_padding_mask=keys.mask)
-    y, final = run_kernel(given, seen, spec)
+    y, _, final, _ = run_kernel(sums, summed, given, seen, spec)
     return y, final if spec.keeps else None
 
 

@@ -12,14 +12,12 @@ from zonal.algebra.anchor import Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution.call import Call, Result
 from zonal.execution.paths import tile
-from zonal.execution.paths.sums import Runner, places_of
+from zonal.execution.paths.sums import Runner, places_of, run_kernel
 from zonal.kernels.native import Reason, switched_off
-from zonal.kernels.op import plain
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, prepared, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory.compact import statistics_of
 from zonal.memory.whitened import WhitenedFeatures, width_of
-from zonal.tracing import recorded
 
 
 def refusal(call: Call) -> Reason:
@@ -80,13 +78,8 @@ def chunked(call: Call) -> Result:
     before, passed = Before(), None
     if earlier is not None:
         before, passed = Before(*earlier.whitened(call.bound), earlier.level), earlier.real
-    given = RidgeInputs(q, k, v, scale, rho, *before, call.log_decay, passed)
-    if plain(given) and not recorded(given):
-        y, _ = read(given, places_of(seen, k.shape[2]), spec)
-    else:
-        start = seen.segment_start if seen.packed else None
-        rules = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": seen.borders}
-        y, _ = ridge(given._replace(**rules), spec)
+    given = RidgeInputs(q, k, v, scale, rho, *before, call.log_decay, passed, edges=seen.borders)
+    y, _ = run_kernel(ridge, read, given, seen, spec)
     return y.to(call.dtype), None if memory is None else memory.extended(call.new_tokens)
 
 

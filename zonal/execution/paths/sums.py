@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from zonal.features import SymmetricPowers
 from zonal.features.serve import powers_of
 from zonal.formula import Formula
 from zonal.kernels.native import Reason, switched_off
-from zonal.kernels.op import plain
+from zonal.kernels.op import Op, Results, plain
 from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, prepared, summed, sums
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
@@ -118,20 +119,20 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, 
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     given = SumsInputs(q, k, v, scale, *link_numbers(call, code), initial, before, call.log_decay, call.key_bias)
-    y, final = run_kernel(given, call.visibility, spec)
+    y, _, final, _ = run_kernel(sums, summed, given, call.visibility, spec)
     return call.scaled(y), final
 
 
-def run_kernel(given: SumsInputs, seen: Visibility, spec: SumsSpec) -> tuple[Tensor, Tensor]:
-    """y, and the state after the last key where ``spec`` keeps it. given: all but who sees whom, which is ``seen``."""
+def run_kernel(op: Op, read: Callable[[Any, Places, Any], Results], given: Any, seen: Visibility, spec: Any) -> Results:
+    """The results of sums or ridge read-outs. given: all inputs but who sees whom, which is ``seen``. read: the same
+    without torch's operator.
+    """
     keys = given.k.shape[2]
     if plain(given) and not recorded(given):
-        y, _, final, _ = summed(given, places_of(seen, keys), spec)
-    else:
-        mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
-        start = seen.segment_start if seen.packed else None
-        y, _, final, _ = sums(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
-    return y, final
+        return read(given, places_of(seen, keys), spec)
+    mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
+    start = seen.segment_start if seen.packed else None
+    return op(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
 
 
 def known(link: Link) -> tuple[Formula, SymmetricPowers]:
