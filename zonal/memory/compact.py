@@ -76,7 +76,7 @@ class CompactStatistics(Summed):
             last=None if self.last is None else self.last.double(),
         )  # fmt: skip
 
-    def holding(self, whole: Summed) -> Self:
+    def holding(self, whole: Memory) -> Self:
         """This memory with other sums, their tokens and their borders.
 
         Raises: NonFiniteError where what was taken out leaves no positive definite G + eps I.
@@ -106,15 +106,13 @@ class CompactStatistics(Summed):
     def with_terms(self, tokens: Tokens) -> Self:
         return self.holding(self.whole().with_terms(tokens))
 
-    def added(self, other: Summed) -> Self:
-        assert isinstance(other, type(self))
+    def added(self, other: Self, whole: Self) -> Self:
         if other.count == 0 or self.count == 0:
             return self if other.count == 0 else replace(other, operator=self.operator)
-        return self.holding(self.whole().added(other.whole()))
+        return self.holding(self.whole().followed_by(other.whole()))
 
     def taken(self, other: Self, rest: Self) -> Self:
-        left = self.whole().taken(other.whole(), replace(self.whole(), count=rest.count, padding=rest.padding))
-        return rest.holding(left)
+        return rest.holding(self.whole().without(other.whole()))
 
     # --- read-outs ----------------------------------------------------------------------------------------------------
 

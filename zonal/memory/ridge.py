@@ -209,26 +209,20 @@ class GramStatistics(Summed):
             inverse=None,
         )
 
-    def added(self, other: Summed) -> Self:
-        assert isinstance(other, type(self))
+    def added(self, other: Self, whole: Self) -> Self:
         if other.count == 0 or self.count == 0:
             return self if other.count == 0 else replace(other, operator=self.operator, inverse=None)
-        earlier = self if other.total is None else self.faded(other.total)
         merged = replace(
-            earlier,
-            count=self.count + other.count,
-            padding=self.padding + other.padding,
-            gram=earlier.gram + other.gram,
-            cross=earlier.cross + other.cross,
+            whole,
+            gram=whole.gram + other.gram,
+            cross=whole.cross + other.cross,
             peak=None if self.peak is None or other.peak is None else torch.maximum(self.peak, other.peak),
-            pending=other.pending,
             inverse=None,
         )
-        if earlier.level is not None and other.level is not None and other.total is not None:
+        if whole.level is not None and other.level is not None and other.total is not None:
             back = turned(other.level - other.total.exp()[..., None], self.real)
-            borders = marks.after_merge(self.marked(), other.marked())
-            merged = replace(merged, level=earlier.level + back, borders=borders)
-        if earlier.shift is None or earlier.first is None or self.last is None:
+            merged = replace(merged, level=whole.level + back)
+        if whole.shift is None or whole.first is None or self.last is None:
             return merged
         assert other.shift is not None
         assert other.first is not None
@@ -236,9 +230,9 @@ class GramStatistics(Summed):
         mine, theirs = (self.summed > 0)[:, None, None], (other.summed > 0)[:, None, None]
         return replace(
             merged,
-            seams=bordered(earlier.seams, self.count, self.real, self.last, other.seams, other.first, other.summed),
-            shift=earlier.shift + other.shift + outer(other.first, self.last),
-            first=torch.where(mine, earlier.first, other.first),
+            seams=bordered(whole.seams, self.count, self.real, self.last, other.seams, other.first, other.summed),
+            shift=whole.shift + other.shift + outer(other.first, self.last),
+            first=torch.where(mine, whole.first, other.first),
             last=torch.where(theirs, other.last, self.last),
         )
 

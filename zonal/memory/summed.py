@@ -61,8 +61,10 @@ class Summed(Memory):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def added(self, other: "Summed") -> "Summed":
-        """``merge`` of a memory whose tokens all are in its sums."""
+    def added(self, other: Self, whole: Self) -> Self:
+        """``whole``, which is this memory as the other's time fades it, with the count, padding and borders of both,
+        and the other's sums in it.
+        """
 
     @abc.abstractmethod
     def taken(self, other: Self, rest: Self) -> Self:
@@ -152,9 +154,12 @@ class Summed(Memory):
     # --- verbs of two memories ----------------------------------------------------------------------------------------
 
     def followed_by(self, other: Memory) -> Memory:
-        assert isinstance(other, Summed)
+        assert isinstance(other, type(self))
         if self.pending is None:
-            return self.added(other)
+            earlier = self if other.total is None else self.faded(other.total)
+            borders = () if self.total is None else marks.after_merge(self.marked(), other.marked())
+            tokens = {"count": self.count + other.count, "padding": self.padding + other.padding}
+            return self.added(other, replace(earlier, **tokens, borders=borders, pending=other.pending))
         if self.chunk is not None and other.count < self.chunk:  # nothing of the other is in its sums yet
             return self if other.pending is None else self.extended(other.pending)
         raise ArgumentError(

@@ -13,7 +13,7 @@ from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory import marks
-from zonal.memory.base import Form
+from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.refusals import served_by
 from zonal.memory.summed import Summed
@@ -156,19 +156,14 @@ class Sums(Summed):
         mass = total_of(q, self.settled().state, self.features, bound)[..., -1]
         return ratio(mass, definition.paired(bound, bound.coefficients.to(q), q, home))
 
-    def added(self, other: Summed) -> "Sums":
-        assert isinstance(other, Sums)
-        if self.fades != other.fades:  # tokens of one came with decays that the operator does not declare
-            return fading(self).added(fading(other))
-        earlier = self if other.total is None else self.faded(other.total)
-        return replace(
-            earlier,
-            count=self.count + other.count,
-            padding=self.padding + other.padding,
-            state=earlier.state + other.state,
-            borders=marks.after_merge(self.marked(), other.marked()) if self.fades else (),
-            pending=other.pending,
-        )
+    def followed_by(self, other: Memory) -> Memory:
+        if isinstance(other, Sums) and self.fades != other.fades:
+            # tokens of one came with decays that the operator does not declare
+            return fading(self).followed_by(fading(other))
+        return super().followed_by(other)
+
+    def added(self, other: Self, whole: Self) -> Self:
+        return replace(whole, state=whole.state + other.state)
 
     def taken(self, other: Self, rest: Self) -> Self:
         return replace(rest, state=self.state - other.state)
