@@ -34,10 +34,9 @@ from zonal.execution.call import Call, prepare
 from zonal.execution.mask import Masses
 from zonal.execution.paths import tile, tiled
 from zonal.formula import Formula
-from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
 from zonal.kernels.native import LARGEST
-from zonal.kernels.tile import TileInputs, TileSpec, backward, forward
+from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, backward, forward
 from zonal.names import known_names
 from zonal.tracing import untraced
 
@@ -67,7 +66,6 @@ def _as_rows(call: Call) -> Call:
 @untraced
 def compiled(call: Call) -> Tensor:
     """y (B, H, T, P) of a call whose anchor is a plan. Raises: BuildError when the kernel does not compile."""
-    native_kernels.load(_code(call))
     return _by_passes(call, _Compiled)
 
 
@@ -234,7 +232,7 @@ def _passes(call: Call) -> type[_Passes]:
     """What makes the passes of ``potentials``, which has no planner."""
     if refusal(call) is None:
         try:
-            native_kernels.load(_code(call))
+            FAMILY.load(_code(call))
             return _Compiled
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(
