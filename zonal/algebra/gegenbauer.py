@@ -126,8 +126,3 @@ def low_passes(n: float, count: int) -> list[float]:
     With weights h(k / n) N_k the kernel reproduces polynomials of degree <= n/2 (the kernel of the theory).
     """
     return [low_pass(k / n if n > 0 else 2.0 * k) for k in range(count)]
-
-
-def harmonic_dimensions(count: int, q: int) -> list[int]:
-    """N_k for k < count."""
-    return [harmonic_dimension(k, q) for k in range(count)]

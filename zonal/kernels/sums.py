@@ -74,8 +74,9 @@ class SumsInputs(NamedTuple):
 
     v (B, Hkv, S, P). scale (H,), coefficients (H, n) of the formula, monomials (H, degree + 1) of the powers.
 
-    initial: the state before the first key (``state_shape``). before (B,): the number of keys in it. log_decay: (B or
-    1, Hkv, S) <= 0, 0 on padding; queries are then the last positions. key_bias: (B, Hkv, S). key_mask: bool (B, S).
+    initial: the state before the first key, (B, Hkv, features, P, one more with the row anchor). before (B,): how many
+    keys are in it. log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; queries are then the last positions. key_bias: (B,
+    Hkv, S). key_mask: bool (B, S).
     lo, hi: int64 (T,), the keys that each query may see before the mask; None for ``summed``, which takes ``Places``.
     segment_start (T,): where each query's document begins, None = a single document.
     """
@@ -267,11 +268,6 @@ def _point_at_tokens(call: Arguments, q: Tensor, k: Tensor, v: Tensor) -> None:
     call.point("v", v)
 
 
-def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
-    """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
-    return batch, kv_heads, spec.dimension(dim), value_dim + int(spec.anchor == "row")
-
-
 def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
     """Parts of the values. With fewer heads than threads each head is split, which computes features more than once."""
     return max(1, min(torch.get_num_threads() // max(batch * kv_heads * segments, 1), value_dim // 8))
@@ -415,11 +411,11 @@ def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
 
 def _shapes(inputs: SumsInputs, spec: SumsSpec) -> Results:
     batch, heads, kv_heads, queries, _, dim, value_dim = inputs.sizes
-    q, rows, state = inputs.q, (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
+    q, rows, width = inputs.q, (batch, heads, queries), value_dim + int(spec.anchor == "row")
     return (
         q.new_empty((*rows, value_dim), dtype=torch.float32),
         q.new_empty(rows, dtype=torch.float32),
-        q.new_empty(state if spec.keeps else (0,), dtype=torch.float32),
+        q.new_empty((batch, kv_heads, spec.dimension(dim), width) if spec.keeps else (0,), dtype=torch.float32),
         q.new_empty(rows if spec.guards else (0,), dtype=torch.uint8),
     )
 
@@ -448,7 +444,6 @@ __all__ = [
     "places_of",
     "prepared",
     "product_tables",
-    "state_shape",
     "summed",
     "sums",
     "tables",

@@ -155,9 +155,8 @@ class Gegenbauer(Link):
         else:
             weight = params["weight"].double() if "weight" in params else self._start().to(device)
         if self.init == "reproducing":
-            weight = weight * torch.tensor(
-                gegenbauer.harmonic_dimensions(self.degree + 1, self._q), dtype=torch.float64, device=device
-            )
+            counts = [gegenbauer.harmonic_dimension(k, self._q) for k in range(self.degree + 1)]
+            weight = weight * torch.tensor(counts, dtype=torch.float64, device=device)
         return weight * expand_rows(gates, weight.shape[0], "Gegenbauer degrees")
 
     def coefficients(self, params: Params) -> Tensor:
