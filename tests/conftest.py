@@ -3,7 +3,6 @@
 import atexit
 import gc
 import importlib
-from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -46,22 +45,32 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     return report
 
 
+def named(item: pytest.Item) -> str:
+    """A test without its case, as tiers.py names it."""
+    return item.nodeid.partition("[")[0].removeprefix("tests/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Of a test with many cases `make test` makes those that tiers.py names, or a cover.
+
+    More than half of all cases are left out: to make them as well, and deselect them, takes seconds.
+    """
+    yield
+    cases, name = metafunc._calls, named(metafunc.definition)
+    if "not full" not in metafunc.config.getoption("markexpr") or name in SLOW:
+        return
+    if name in CHOSEN:
+        metafunc._calls = [case for case in cases if case.id in CHOSEN[name]]
+    elif len(cases) > WHOLE:
+        kept = cover([features(case.params) for case in cases])
+        metafunc._calls = [case for index, case in enumerate(cases) if index in kept]
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``full`` what `make test` leaves out: what tiers.py names, and of large tests all but a cover."""
+    """Mark as ``full`` the tests that `make test` leaves out entirely."""
     items.sort(key=lambda item: item.path.parts)  # the same order in every worker
-    families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        families[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
-    for name, family in families.items():
-        if name in SLOW:
-            kept = set()
-        elif name in CHOSEN:
-            kept = {i for i, item in enumerate(family) if item.nodeid.partition("[")[2].rstrip("]") in CHOSEN[name]}
-        elif len(family) > WHOLE:
-            kept = cover([features(item) for item in family])
-        else:
-            continue
-        for index, item in enumerate(family):
-            if index not in kept:
-                item.add_marker(pytest.mark.full)
+        if named(item) in SLOW:
+            item.add_marker(pytest.mark.full)

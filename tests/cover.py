@@ -1,19 +1,16 @@
 """The fast tier: of a test with many cases, those in which each value of each parameter occurs."""
 
 import random
-from collections.abc import Hashable, Sequence
-
-import pytest
+from collections.abc import Hashable, Mapping, Sequence
 
 WHOLE = 8
 """A test with at most this many cases is run whole."""
 
 
-def features(item: pytest.Item) -> frozenset[tuple[str, Hashable]]:
+def features(case: Mapping[str, object]) -> frozenset[tuple[str, Hashable]]:
     """The values of a case: (parameter, value). A string with slashes stands for several values."""
     found: set[tuple[str, Hashable]] = set()
-    callspec = item.callspec  # type: ignore[attr-defined]
-    for name, value in callspec.params.items():
+    for name, value in case.items():
         if isinstance(value, str):
             found.update((f"{name}{place}", part) for place, part in enumerate(value.split("/")))
         else:
