@@ -96,10 +96,10 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
             exec(compile("\n" * (block.line - 1) + block.text, identifier(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
-def test_fences_say_what_they_hold(page: Path) -> None:
-    wrong = [f"line {block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
-    assert not wrong, f"{identifier(page)}: a fence must be one of {', '.join(sorted(LANGUAGES))}: {wrong}"
+def test_fences_say_what_they_hold() -> None:
+    every = [(page, block) for page in PAGES for block in blocks(page)]
+    wrong = [f"{identifier(p)}:{b.line}: {b.language!r}" for p, b in every if b.language not in LANGUAGES]
+    assert not wrong, f"a fence must be one of {', '.join(sorted(LANGUAGES))}: {wrong}"
 
 
 def test_code_is_parsed_as_python_only_where_it_is() -> None:
@@ -120,19 +120,18 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", prose(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identifier)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere() -> None:
     broken = []
-    for link in links(page):
+    for page, link in ((each, link) for each in PAGES for link in links(each)):
         if re.match(r"https?://|mailto:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or ROOT not in (target, *target.parents):
-            broken.append(link)
+            broken.append(f"{identifier(page)}: {link}")
         elif anchor and anchor not in headings(target):
-            broken.append(f"{link} (no such heading)")
-    assert not broken, f"{identifier(page)}: {', '.join(broken)}"
+            broken.append(f"{identifier(page)}: {link} (no such heading)")
+    assert not broken, ", ".join(broken)
 
 
 def test_every_page_is_linked() -> None:
@@ -194,19 +193,14 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words
 
 
-of_every_page_with_commands = pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(commands(page))], ids=identifier
-)
-
-
-@of_every_page_with_commands
-def test_commands_exist(page: Path) -> None:
+def test_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    for words in commands(page):
+    for page, words in ((each, words) for each in PAGES for words in commands(each)):
+        said = f"{identifier(page)}: {shlex.join(words)}"
         if words[0] == "make":
-            assert {word for word in words[1:] if "=" not in word} <= targets, words
+            assert {word for word in words[1:] if "=" not in word} <= targets, said
         elif words[0] == "zonal" and not words[1].startswith("-") and words[1].islower():
-            assert words[1] in COMMANDS, f"{identifier(page)}: {shlex.join(words)}"
+            assert words[1] in COMMANDS, said
 
 
 def test_make_finds_the_files_it_looks_for() -> None:
@@ -216,7 +210,7 @@ def test_make_finds_the_files_it_looks_for() -> None:
     assert all(any(ROOT.glob(pattern)) for pattern in patterns)
 
 
-@of_every_page_with_commands
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=identifier)
 def test_commands_are_read(page: Path) -> None:
     """Every command of a page through the parser of the command line, presets and values included; recipes are files
     that another command writes.

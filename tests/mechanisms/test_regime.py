@@ -11,14 +11,14 @@ from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("polynomial_square",)])
-def test_every_operator_of_the_matrix_can_be_written_and_read(name):
-    operator = OPERATORS[name]()
-    spec = m.regime_spec(operator)
-    again = m.resolve(spec)
-    assert m.declaration(again) == m.declaration(operator)
-    assert m.regime_spec(again) == spec
-    assert again.spec == spec
+def test_every_operator_of_the_matrix_can_be_written_and_read():
+    for name in sorted(OPERATORS.keys() - {"polynomial_square"}):
+        operator = OPERATORS[name]()
+        spec = m.regime_spec(operator)
+        again = m.resolve(spec)
+        assert m.declaration(again) == m.declaration(operator), name
+        assert m.regime_spec(again) == spec, name
+        assert again.spec == spec, name
 
 
 def test_a_regime_is_the_operator_of_its_parts():

@@ -8,15 +8,15 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.tasks import MQAR, Segment, Task, Text
 
 
-@pytest.mark.parametrize("name", [name for name in tasks.names() if name not in ("fashion-pixels", "glosses")])
-def test_every_name_resolves_and_survives_json(name):
-    task = tasks.resolve(name)
-    assert isinstance(task, Task)
-    assert task.name == name
-    again = tasks.from_config(json.loads(json.dumps(task.config())))
-    assert type(again) is type(task)
-    assert again.config() == task.config()
-    assert again.describe() == task.describe()
+def test_every_name_resolves_and_survives_json():
+    for name in sorted({*tasks.names()} - {"fashion-pixels", "glosses"}):
+        task = tasks.resolve(name)
+        assert isinstance(task, Task), name
+        assert task.name == name
+        again = tasks.from_config(json.loads(json.dumps(task.config())))
+        assert type(again) is type(task), name
+        assert again.config() == task.config(), name
+        assert again.describe() == task.describe(), name
 
 
 def test_settings_of_the_papers():
