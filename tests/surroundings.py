@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     elif os.name == "posix" and "not full" in config.getoption("markexpr"):
         os.environ.setdefault("ZONAL_TESTED_CXX", found)
         os.environ["CXX"] = str(Path(__file__).parent / "kernels" / "quick-c++")
+        assert config.cache is not None
+        os.environ["ZONAL_TESTED_HEADERS"] = str(config.cache.mkdir("headers"))
 
 
 def fixed(device: torch.device, threads: int | None = None) -> Machine:
