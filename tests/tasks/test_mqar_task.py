@@ -121,7 +121,9 @@ def test_bad_arguments(arguments, words):
 
 
 def test_numbers_of_numpy_are_sizes():
-    made, plain = MQAR(200, length=np.int64(32), pairs=np.int64(2)), MQAR(200, length=32, pairs=2)
+    examples = {"train_examples": 8, "test_examples": 8}
+    made = MQAR(200, length=np.int64(32), pairs=np.int64(2), **examples)
+    plain = MQAR(200, length=32, pairs=2, **examples)
     assert torch.equal(made.train_batch(0, 4, 0).tokens, plain.train_batch(0, 4, 0).tokens)
 
 
