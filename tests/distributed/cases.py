@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # a call on several ranks loads it, which takes seconds: here, and not in each of them
 import torch.distributed as dist
 from distributed.programs import CHECKS
 from matrix import OPERATORS, randomised
