@@ -275,7 +275,8 @@ def by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
     first = {
         id(node.args[0])
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("nn.Parameter", "torch.nn.Parameter") and node.args
+        if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "Parameter" and ast.unparse(node.func) in ("nn.Parameter", "torch.nn.Parameter")
     }
     for node in ast.walk(tree):
         if not (
