@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Without a compiler every call may say so, which no test is about but those that take the compiler away.
     """
+    gc.set_threshold(20_000)  # at the 700 of Python, up to a twentieth of the time of tests goes into collections
     found = native_kernels.compiler()
     if found is None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
