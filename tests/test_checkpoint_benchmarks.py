@@ -19,7 +19,7 @@ def test_the_whole_validation_text_is_read_by_checkpoints_of_runs(tmp_path, caps
     spec = ComparisonSpec(
         task=text,
         model=ModelConfig(vocab_size=256, dim=16, layers=("linear",), heads=2),
-        training=TrainConfig(steps=2, batch_size=2, tensorboard=False),
+        training=TrainConfig(steps=2, batch_size=2, eval_batch_size=100, tensorboard=False),
         operators=("linear",),
     )
     Comparison(tmp_path / "it", spec).run()
@@ -60,7 +60,7 @@ def run_on(task, folder):
     spec = ComparisonSpec(
         task=task,
         model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
-        training=TrainConfig(steps=1, batch_size=2, tensorboard=False),
+        training=TrainConfig(steps=1, batch_size=2, eval_batch_size=100, tensorboard=False),
         operators=("linear",),
     )
     Comparison(folder, spec).run()
@@ -83,7 +83,7 @@ def test_needles_are_found_in_checkpoints_of_runs(tmp_path, capsys):
     spec = ComparisonSpec(
         task=needles.task([64], 2, 32),
         model=ModelConfig(vocab_size=32, dim=16, layers=("linear",), heads=2),
-        training=TrainConfig(steps=2, batch_size=2, tensorboard=False),
+        training=TrainConfig(steps=2, batch_size=2, eval_batch_size=100, tensorboard=False),
         operators=("linear", "ska(power=0)"),
     )
     Comparison(tmp_path / "it", spec).run()
