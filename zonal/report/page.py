@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from zonal.report import charts, commands, diagnostics, formats, glossary, style, table, transfer
+from zonal.report import charts, commands, formats, glossary, style, table, transfer
 from zonal.report.summary import METRIC_NAMES, Summary
 
 
@@ -87,8 +87,8 @@ def heading(summaries: Sequence[Summary]) -> str:
     return f"{formats.word(operators)} {noun} on {formats.word(len(summaries)).lower()} tasks"
 
 
-def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, Any]:
-    """What the templates need of one comparison."""
+def view(summary: Summary, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """What the templates need of one comparison. drawn: what the script draws of it."""
     data = summary.data
     slices = [(name, glossary.slice_name(name), table.slices(summary, name)) for name in table.slice_names(summary)]
     values = [value for row in summary.rows for run in row.runs if (value := run.value(data.metric)) is not None]
@@ -100,10 +100,10 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         for row in summary.rows
         if (run := charts.run_of_memories(summary, row)) is not None and run.diagnostics is not None
     ]
-    drawn = {row.operator: charts.drawn_runs(summary, row) for row in summary.rows}
-    shown = [run for runs in drawn.values() for run in runs]
+    operators = drawn["operators"]
+    spaces = [space for each in operators if each["embeddings"] for space in each["embeddings"]["spaces"]]
     return {
-        "id": identifier,
+        "id": drawn["id"],
         "summary": summary,
         "data": data,
         "metric": METRIC_NAMES[data.metric],
@@ -118,17 +118,11 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "transfer_panels": transfer.panels(summary),
         "transfer_pairs": transfer.slices(summary, "pairs"),
         "published": data.published,
-        "geometry": any(point.geometry for run in shown for point in run.evaluations),
-        "embeddings": max(
-            (space.head for run in shown if run.key_embeddings for space in run.key_embeddings.spaces), default=0
-        ),
-        "kernels": [
-            keys[operator]
-            for operator, runs in drawn.items()
-            if any(layer.get("kernel_curve") for run in runs for layer in run.learned)
-        ],
+        "geometry": any(each["geometry"] for each in operators),
+        "embeddings": max((space["head"] for space in spaces), default=0),
+        "kernels": any(each["kernels"] for each in operators),
         "diagnosed": table.diagnostics(seen),
-        "pictures": _pictures([diagnostics.payload(found) for _, found in seen]),
+        "pictures": _pictures([each["diagnostics"] for each in operators if each["diagnostics"]]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
         "settings": [(title, table.settings(values)) for title, values in _settings(summary)],
@@ -207,9 +201,10 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
     keys = {spec: f"op{index}" for index, spec in enumerate(specs)}
     labels = {row.operator: row.label for summary in summaries for row in summary.rows}
     names = identifiers(summaries)
+    payload = [charts.payload(summary, name, keys, looks) for summary, name in zip(summaries, names, strict=True)]
     return {
         "heading": heading(summaries),
-        "views": [view(summary, name, keys) for summary, name in zip(summaries, names, strict=True)],
+        "views": [view(summary, drawn) for summary, drawn in zip(summaries, payload, strict=True)],
         "operators": [
             {
                 "spec": spec,
@@ -225,7 +220,7 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
         "how_to_read": glossary.HOW_TO_READ,
         "chart_help": glossary.CHART_HELP,
         "created": formats.date(max((summary.data.created for summary in summaries), default="")),
-        "payload": [charts.payload(summary, name, keys, looks) for summary, name in zip(summaries, names, strict=True)],
+        "payload": payload,
     }
 
 
