@@ -304,7 +304,11 @@ def test_what_is_given_goes_first():
 @pytest.mark.parametrize("command", ["compare", "train"])
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("--preset echo-table4", "Did you mean 'echo-table"), ("--preset", "--preset requires a name")],
+    [
+        ("--preset echo-table4", "Did you mean 'echo-table"),
+        ("--preset", "--preset requires a name"),
+        ("--preset --seeds 3", "--preset requires a name"),
+    ],
 )
 def test_presets_that_are_not_there(command, words, message, capsys):
     assert main([command, *shlex.split(words)]) == 2

@@ -14,6 +14,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.limits import SIZE, STEPS, THREADS, Between
 from zonal.models import ModelConfig
 from zonal.models.config import ModelSettings
+from zonal.report.commands import parted
 from zonal.training import TrainConfig
 from zonal.training.checkpoint import fingerprint
 from zonal.training.config import TrainSettings
@@ -39,8 +40,7 @@ def shown(metavar: str, default: str) -> Any:
 
 def given_options(command: str) -> list[str]:
     """The options that stand on a command line, at their defaults or not: each once, as --help writes it."""
-    words = (word.partition("=")[0].replace("_", "-") for word in shlex.split(command) if word.startswith("--"))
-    return list(dict.fromkeys(words))
+    return list(parted(shlex.split(command))[1])
 
 
 def refuse_settings(

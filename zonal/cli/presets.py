@@ -19,6 +19,7 @@ from zonal import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
 from zonal.models.layers import canonical_layers
+from zonal.report.commands import parted
 from zonal.report.published import Published
 from zonal.store import read_record, understood, write_json
 from zonal.typed import check_fields, made
@@ -103,11 +104,8 @@ def given(words: Sequence[str], option: str) -> str | None:
     """The word after an option of a command line, the last of several as the parser has it: "" where there is none,
     None where the option is missing.
     """
-    for place, word in reversed(list(enumerate(words))):
-        name, equals, value = word.partition("=")
-        if name == option:
-            return value if equals else next(iter(words[place + 1 :]), "")
-    return None
+    values = parted(words)[1].get(option)
+    return None if values is None else next(iter(values), "")
 
 
 def find(name: str, command: str) -> Preset:

@@ -1,4 +1,4 @@
-"""The commands that repeat a comparison, or one row of it, from the command that made it."""
+"""The words of a command, and the commands that repeat a comparison, or one row of it, from the one that made it."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 _DROPPED = {"--out", "--resume", "--budget"}
 
 
-def _options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Leading words, then every option with the words after it, in order."""
+def parted(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Leading words, then every option, as --help writes it, with the words after it, in order. Of an option that comes
+    several times the last counts.
+    """
     head: list[str] = []
     options: dict[str, list[str]] = {}
     current: list[str] = head
@@ -33,7 +35,7 @@ def variant(command: str, changes: Mapping[str, str]) -> str:
         words = shlex.split(command)
     except ValueError:
         return command
-    head, options = _options(words)
+    head, options = parted(words)
     if "compare" not in head:
         return command
     options = {name: values for name, values in options.items() if name not in _DROPPED}
