@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zonal.report.heads import Heads, scaled, write
-from zonal.report.search import Grid
+from zonal.report.table import Grid
 
 T = 6
 

@@ -22,7 +22,7 @@ from zonal.errors import ArgumentError
 from zonal.limits import Between
 from zonal.nn import Attention
 from zonal.report import heads as report
-from zonal.report.search import Grid
+from zonal.report.table import Grid
 from zonal.theory.heads import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.training import load_model
 from zonal.training.environment import check_device

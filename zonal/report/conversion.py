@@ -6,7 +6,7 @@ from typing import Any
 
 from zonal import store
 from zonal.report import formats, page
-from zonal.report.search import Grid
+from zonal.report.table import Grid
 
 SCHEMA = 1
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.report import page
-from zonal.report.search import Grid
+from zonal.report.table import Grid
 
 _FORBIDDEN = 255
 _TITLES = {

@@ -7,12 +7,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zonal import store
 from zonal.evaluation.statistics import difference_within_spread, spread
 from zonal.report import formats, page, table
 from zonal.report.fairness import guess_margin
+from zonal.report.table import Grid
 
 SCHEMA = 1
 _SHOWN_CYCLES = 12
@@ -40,13 +41,6 @@ _FAIR = (
     "Regimes were chosen by validation data, of which each seed's value is, too. That flatters the first regime there, "
     "but not on the evaluation set."
 )
-
-
-class Grid(NamedTuple):
-    """A table of words."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.statistics import Spread
@@ -34,6 +34,13 @@ class Table:
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+class Grid(NamedTuple):
+    """A table of words, of a page that has no rows of operators."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 _METRIC_TITLES = {"accuracy": "Accuracy", "loss": "Loss", "bits_per_byte": "Bits per byte"}
