@@ -34,7 +34,6 @@ class RunBoard:
     operator: str
     label: str
     seed: int
-    learning_rate: float
     step: int = 0
     steps: int = 0
     loss: float | None = None
@@ -68,7 +67,7 @@ class Board:
                 # runs of earlier rungs are behind; what the bars show is this one
                 self.runs = {}
             case events.RunStarted():
-                run = RunBoard(event.operator, event.label, event.seed, event.learning_rate, event.step, event.steps)
+                run = RunBoard(event.operator, event.label, event.seed, event.step, event.steps)
                 self.runs[event.run] = run
                 self._at_start += self._weight(run.operator) * event.step / max(1, event.steps)
             case events.StepDone():
@@ -81,7 +80,7 @@ class Board:
             case events.RunFinished():
                 known = self.runs.get(event.run)
                 done = event.steps_done
-                run = known or RunBoard(event.operator, event.label, event.seed, event.learning_rate, done, done)
+                run = known or RunBoard(event.operator, event.label, event.seed, done, done)
                 run.status, run.step = event.status, event.steps_done
                 run.held_out = _numbers(event.final) if event.final else run.held_out
                 self.runs[event.run] = run

@@ -134,7 +134,6 @@ class Guess:
 class ComparisonData:
     """Everything in one comparison folder. note: a remark for readers, added to comparison.json by hand."""
 
-    directory: Path
     title: str
     command: str
     created: str = ""
@@ -278,7 +277,7 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
             f"Run the comparison first: {record.get('command') or 'zonal compare'}"
         )
     with understood("report", path):
-        data = made(ComparisonData, {**record, "directory": folder, "runs": ()}, "comparison")
+        data = made(ComparisonData, {**record, "runs": ()}, "comparison")
     order = {spec: index for index, spec in enumerate(data.operators)}
     runs.sort(key=lambda run: (order.get(run.operator, len(order)), run.operator, run.learning_rate, run.seed))
     return replace(data, runs=tuple(runs))

@@ -9,8 +9,8 @@ from zonal.report.records import Run
 
 @dataclass(frozen=True)
 class Row:
-    """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that
-    is better than a guess, None where that is unknown.
+    """One operator at its chosen learning rate. learned: whether the headline number on what was trained is better than
+    a guess, None where that is unknown.
     """
 
     operator: str
@@ -31,8 +31,7 @@ class Row:
     sweep: Mapping[float, Spread]
     best: frozenset[str]
     speed_ratio: float | None
-    trained: Spread | None = None
-    learned: bool | None = None
+    learned: bool | None
 
     def value(self, metric: str) -> Spread | None:
         """The column called ``metric``: "loss", "accuracy" or "bits_per_byte"."""

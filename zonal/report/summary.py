@@ -171,7 +171,6 @@ def _row(data: ComparisonData, operator: str, label: str) -> Row:
         sweep={found: total for found, total in means.items() if total},
         best=frozenset(),
         speed_ratio=None,
-        trained=trained,
         learned=fairness.learned(data, trained and trained.mean),
     )
 
