@@ -1,10 +1,14 @@
 """Writes comparison folders that follow the schema of the training code, with made-up but plausible numbers."""
 
+import contextlib
 import json
 import math
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from zonal import report
 
 OPERATORS = ("softmax", "sko", "squared_affine", "linear", "ska(power=0)")
 SLUGS = {spec: spec.replace("(", "-").replace(")", "").replace("=", "-").replace("_", "-") for spec in OPERATORS}
@@ -199,3 +203,38 @@ def write_comparison(
                         metrics_lines(spec, seed, value, text=text, steps=steps),
                     )
     return folder
+
+
+def compared(
+    folder: Path,
+    values: dict[str, tuple[float, ...]],
+    *,
+    missing: Sequence[tuple[str, int]] = (),
+    rates: tuple[float, ...] = (0.001,),
+    changes: dict[str, Any] | None = None,
+) -> report.Summary:
+    """A comparison with the accuracies of each operator's seeds, of which ``missing`` failed."""
+    finals = {(spec, seed): value for spec, each in values.items() for seed, value in enumerate(each)}
+    seeds = tuple(range(max(len(each) for each in values.values())))
+    write_comparison(
+        folder, operators=tuple(values), finals=finals, rates=rates, steps=30, seeds=seeds,
+        failed=dict.fromkeys(missing, "the loss became nan"), changes=changes,
+    )  # fmt: skip
+    return summary_of(folder)
+
+
+def summary_of(folder: Path) -> report.Summary:
+    return report.summarise(report.load(folder))
+
+
+def drawn(page: Path) -> list[dict[str, Any]]:
+    """What the script of a page draws, of each comparison."""
+    return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+@contextlib.contextmanager
+def edited(path: Path) -> Iterator[dict[str, Any]]:
+    """The record in a file, to be changed; then it is written again."""
+    record = json.loads(path.read_text())
+    yield record
+    path.write_text(json.dumps(record))

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from report.comparison_folder import write_comparison
+from report.comparison_folder import edited, summary_of, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
@@ -14,24 +14,23 @@ from zonal.report import table
 def folder(tmp_path):
     made = write_comparison(tmp_path / "x", operators=("softmax", "sko"), rates=(0.001,), steps=30)
     for path in made.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        shift = 0.5 if record["operator"] == "sko" else 0.0
-        record["final"]["examined"] = [
-            {
-                "slices": {"pairs": "held out", "distance": distance},
-                "values": {"exact match": 0.1 * record["seed"] + shift},
-                "examples": 4,
-            }
-            for distance in (2, 3)
-        ]
-        if record["operator"] == "sko":
-            record["final"]["examined"].append({"slices": {}, "values": {"parse errors": 0.25}, "examples": 4})
-        path.write_text(json.dumps(record))
+        with edited(path) as record:
+            shift = 0.5 if record["operator"] == "sko" else 0.0
+            record["final"]["examined"] = [
+                {
+                    "slices": {"pairs": "held out", "distance": distance},
+                    "values": {"exact match": 0.1 * record["seed"] + shift},
+                    "examples": 4,
+                }
+                for distance in (2, 3)
+            ]
+            if record["operator"] == "sko":
+                record["final"]["examined"].append({"slices": {}, "values": {"parse errors": 0.25}, "examples": 4})
     return made
 
 
 def test_one_table_a_number(folder):
-    (exact_name, exact), (errors_name, errors) = table.examined(report.summarise(report.load(folder)))
+    (exact_name, exact), (errors_name, errors) = table.examined(summary_of(folder))
     assert (exact_name, errors_name) == ("exact match", "parse errors")
     assert exact.head == ("Operator", "held out, distance 2", "held out, distance 3")
     found = {spec: [cell.text for cell in cells[1:]] for spec, cells in exact.rows}
@@ -47,22 +46,14 @@ def test_on_the_page_and_its_twin(folder):
         text = path.read_text()
         assert "Examined when the run had ended: exact match" in text
         assert "held out, distance 3" in text
-    assert (
-        table.examined(
-            report.summarise(
-                report.load(write_comparison(folder.parent / "y", operators=("sko",), rates=(0.001,), steps=30))
-            )
-        )
-        == []
-    )
+    other = write_comparison(folder.parent / "y", operators=("sko",), rates=(0.001,), steps=30)
+    assert table.examined(summary_of(other)) == []
 
 
 @pytest.mark.parametrize("cell", [3, {"slices": {}}, {"values": {}}, {"slices": {}, "values": {"exact": "much"}}])
 def test_damaged_files(folder, cell):
-    path = next(folder.glob("runs/*/*/run.json"))
-    record = json.loads(path.read_text())
-    record["final"]["examined"] = [cell]
-    path.write_text(json.dumps(record))
+    with edited(next(folder.glob("runs/*/*/run.json"))) as record:
+        record["final"]["examined"] = [cell]
     with pytest.raises(FileFormatError, match="examined"):
         report.load(folder)
 
@@ -82,7 +73,7 @@ def test_tokens_to_a_loss(tmp_path):
             for tokens, loss in curves[record["operator"]][record["seed"]]
         ]
         path.with_name("metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = report.summarise(report.load(made))
+    summary = summary_of(made)
     # 2.2 is what every run reached: softmax after 180 and 200 tokens, sko after 100 and 200
     assert table.target_loss(summary) == 2.2
     results = report.results(summary)
@@ -102,6 +93,6 @@ def test_tokens_to_a_loss(tmp_path):
 
 
 def test_accuracy_has_no_target(folder):
-    summary = report.summarise(report.load(folder))
+    summary = summary_of(folder)
     assert table.target_loss(summary) is None
     assert not any("Tokens to loss" in title for title in report.results(summary).head)

@@ -4,15 +4,11 @@ import json
 import shutil
 
 import pytest
-from report.comparison_folder import SLUGS, write_comparison
+from report.comparison_folder import SLUGS, edited, summary_of, write_comparison
 
 from zonal import report
 
 FAIR = ("softmax", "sko")
-
-
-def summary_of(folder):
-    return report.summarise(report.load(folder))
 
 
 def sentence(folder, kind):
@@ -26,7 +22,8 @@ def edit(folder, name, **changes):
     found = [path for path in folder.glob("runs/*/*/run.json") if name in str(path)]
     assert found
     for path in found:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        with edited(path) as record:
+            record |= changes
 
 
 @pytest.fixture
@@ -35,12 +32,11 @@ def fair(tmp_path):
     folder = write_comparison(tmp_path / "fair", operators=FAIR, rates=(0.001, 0.003, 0.01))
     for operator in FAIR:
         for path in folder.glob(f"runs/{SLUGS[operator]}/*/run.json"):
-            record = json.loads(path.read_text())
-            record["parameters"] = 181_248
-            record["final"]["accuracy"] = {0.001: 0.9, 0.003: 0.95, 0.01: 0.85}[
-                record["learning_rate"]
-            ] - 0.01 * FAIR.index(operator)
-            path.write_text(json.dumps(record))
+            with edited(path) as record:
+                record["parameters"] = 181_248
+                record["final"]["accuracy"] = {0.001: 0.9, 0.003: 0.95, 0.01: 0.85}[
+                    record["learning_rate"]
+                ] - 0.01 * FAIR.index(operator)
     return folder
 
 
@@ -121,16 +117,15 @@ def test_what_was_trained_decides_where_more_is_tested(tmp_path, where):
         tmp_path, operators=("softmax", "sko"), changes={"guess": {"value": 0.25, "trained": ["group", ["trained"]]}}
     )
     for path in folder.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        value = 0.9 if record["operator"] == "softmax" else 0.25
-        if where == "slices":
-            record["final"]["slices"]["group"] = {"trained": value, "held out": 0.99}
-        else:
-            record["final"]["examined"] = [
-                {"slices": {"group": "trained"}, "values": {"accuracy": value}},
-                {"slices": {"group": "held out"}, "values": {"accuracy": 0.99}},
-            ]
-        path.write_text(json.dumps(record))
+        with edited(path) as record:
+            value = 0.9 if record["operator"] == "softmax" else 0.25
+            if where == "slices":
+                record["final"]["slices"]["group"] = {"trained": value, "held out": 0.99}
+            else:
+                record["final"]["examined"] = [
+                    {"slices": {"group": "trained"}, "values": {"accuracy": value}},
+                    {"slices": {"group": "held out"}, "values": {"accuracy": 0.99}},
+                ]
     assert summary_of(folder).unlearned == ("sko",)
 
 
@@ -139,36 +134,29 @@ def test_better_than_a_guess_by_chance_is_not_learned(tmp_path, answers, learned
     """Accuracies of 0.53 are within two standard errors of a half over a hundred answers, not over ten thousand."""
     folder = write_comparison(tmp_path, operators=("softmax",), changes={"guess": {"value": 0.5, "trained": None}})
     for path in folder.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        record["final"] |= {"accuracy": 0.53, "positions": answers}
-        path.write_text(json.dumps(record))
+        with edited(path) as record:
+            record["final"] |= {"accuracy": 0.53, "positions": answers}
     assert summary_of(folder).row("softmax").learned is learned
     if not learned:
         assert "no better than a guess (accuracy 0.500 ± 0.100 by chance)" in sentence(folder, "not learned")
 
 
 def test_a_mean_of_seeds_that_learned_and_seeds_that_did_not(fair):
-    record = json.loads((fair / "comparison.json").read_text())
-    (fair / "comparison.json").write_text(json.dumps(record | {"guess": {"value": 0.25, "trained": None}}))
-    path = fair / "runs" / "sko" / "seed-1-lr-0.003" / "run.json"
-    run = json.loads(path.read_text())
-    run["final"]["accuracy"] = 0.2
-    path.write_text(json.dumps(run))
+    with edited(fair / "comparison.json") as record:
+        record["guess"] = {"value": 0.25, "trained": None}
+    with edited(fair / "runs/sko/seed-1-lr-0.003/run.json") as run:
+        run["final"]["accuracy"] = 0.2
     for rate in ("0.001", "0.01"):  # so that 0.003 stays the best of three
         for seed in range(3):
-            other = fair / "runs" / "sko" / f"seed-{seed}-lr-{rate}" / "run.json"
-            values = json.loads(other.read_text())
-            values["final"]["accuracy"] = 0.3
-            other.write_text(json.dumps(values))
+            with edited(fair / f"runs/sko/seed-{seed}-lr-{rate}/run.json") as other:
+                other["final"]["accuracy"] = 0.3
     assert sentence(fair, "some seeds not learned").startswith("1 of 3 seeds of SKO is no better than a guess")
 
 
 def test_a_best_rate_at_the_edge(fair):
     for seed in range(3):
-        path = fair / "runs" / "softmax" / f"seed-{seed}-lr-0.01" / "run.json"
-        record = json.loads(path.read_text())
-        record["final"]["accuracy"] = 0.99
-        path.write_text(json.dumps(record))
+        with edited(fair / f"runs/softmax/seed-{seed}-lr-0.01/run.json") as record:
+            record["final"]["accuracy"] = 0.99
     assert sentence(fair, "edge") == (
         "Best learning rates lie at the edge of the 3 that were tried: the highest (0.01) for Softmax. A rate "
         "beyond the edge may do better."
@@ -180,9 +168,8 @@ def test_rates_that_are_equal_have_no_edge(fair):
     assert summary_of(fair).row("softmax").learning_rate == 0.001
     assert summary_of(fair).flags == ()
     # the sooner of two that reached the accuracy at which runs stop is better than the other
-    record = json.loads((fair / "comparison.json").read_text())
-    record["training"]["stop_at_accuracy"] = 0.9
-    (fair / "comparison.json").write_text(json.dumps(record))
+    with edited(fair / "comparison.json") as record:
+        record["training"]["stop_at_accuracy"] = 0.9
     edit(fair, "-lr-0.001", steps_done=120)
     assert "the lowest (0.001) for Softmax" in sentence(fair, "edge")
 
@@ -197,9 +184,8 @@ def test_parameters_beyond_one_per_cent(fair, parameters, flagged):
 
 
 def test_unequal_steps(fair):
-    record = json.loads((fair / "comparison.json").read_text())
-    record["training"]["stop_at_accuracy"] = 0.9
-    (fair / "comparison.json").write_text(json.dumps(record))
+    with edited(fair / "comparison.json") as record:
+        record["training"]["stop_at_accuracy"] = 0.9
     edit(fair, "runs/sko/seed-2-lr-0.003", steps_done=120)
     assert sentence(fair, "steps").startswith(
         "Runs were not trained equally long: from 120 steps (SKO, seed 2) to 300 (Softmax, seed 0); each run "

@@ -1,10 +1,9 @@
 """Headlines say no more than the records carry: seeds that are missing, runs that stopped, rates that were not run."""
 
-import json
 import shutil
 
 import pytest
-from report.comparison_folder import SLUGS, write_comparison
+from report.comparison_folder import SLUGS, compared, edited, summary_of, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
@@ -12,20 +11,10 @@ from zonal.report import charts
 from zonal.report.records import Point
 
 
-def summary_of(folder, values, *, missing=(), rates=(0.001,), changes=None):
-    """A comparison with the accuracies of each operator's seeds, of which ``missing`` failed."""
-    finals = {(spec, seed): value for spec, each in values.items() for seed, value in enumerate(each)}
-    seeds = tuple(range(max(len(each) for each in values.values())))
-    write_comparison(
-        folder, operators=tuple(values), finals=finals, rates=rates, steps=30, seeds=seeds,
-        failed=dict.fromkeys(missing, "the loss became nan"), changes=changes,
-    )  # fmt: skip
-    return report.summarise(report.load(folder))
-
-
 def steps_of(folder, spec, steps):
     for path in folder.glob(f"runs/{SLUGS[spec]}/*/run.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"steps_done": steps}))
+        with edited(path) as record:
+            record["steps_done"] = steps
 
 
 def test_a_copy_of_a_run_is_no_seed(tmp_path):
@@ -47,7 +36,7 @@ def test_a_copy_of_a_run_is_no_seed(tmp_path):
 )
 def test_who_is_better_with_fewer_seeds_is_in_the_headline(tmp_path, sko, words):
     missing = [("sko", seed) for seed, value in enumerate(sko) if not value]
-    summary = summary_of(tmp_path, {"softmax": (0.80, 0.81, 0.82), "sko": sko}, missing=missing)
+    summary = compared(tmp_path, {"softmax": (0.80, 0.81, 0.82), "sko": sko}, missing=missing)
     assert summary.headline == (
         f"No clear winner: Softmax has the best mean accuracy of the operators with 3 seeds, 0.810. {words}"
     )
@@ -56,7 +45,7 @@ def test_who_is_better_with_fewer_seeds_is_in_the_headline(tmp_path, sko, words)
 
 def test_one_who_lacks_seeds_is_not_beyond_the_spread(tmp_path):
     values = {"softmax": (0.90, 0.901, 0.902), "sko": (0.80, 0.81, 0.82), "linear": (0.70, 0.0, 0.0)}
-    summary = summary_of(tmp_path, values, missing=[("linear", 1), ("linear", 2)])
+    summary = compared(tmp_path, values, missing=[("linear", 1), ("linear", 2)])
     assert summary.headline == (
         "Softmax is ahead in accuracy: 0.901 against 0.810 for SKO. The difference, 0.091, is larger than the spread "
         "over seeds. Linear has too few seeds to be told apart from it."
@@ -65,10 +54,10 @@ def test_one_who_lacks_seeds_is_not_beyond_the_spread(tmp_path):
 
 def test_runs_that_stopped_alike_are_told_apart_by_steps(tmp_path):
     values = {"softmax": (0.9951, 0.9953, 0.9952), "sko": (0.9990, 0.9992, 0.9991), "linear": (0.99, 0.99, 0.99)}
-    summary_of(tmp_path, values, changes={"training": {"stop_at_accuracy": 0.995}})
+    compared(tmp_path, values, changes={"training": {"stop_at_accuracy": 0.995}})
     for spec, steps in (("softmax", 10), ("sko", 20)):
         steps_of(tmp_path, spec, steps)
-    summary = report.summarise(report.load(tmp_path))
+    summary = summary_of(tmp_path)
     assert summary.ranking == ("softmax", "sko", "linear")
     assert summary.headline == (
         "No clear winner: Softmax and SKO both reach accuracy 0.995, at which a run stops. How many steps they took "
@@ -83,14 +72,13 @@ def test_what_was_reached_on_the_validation_set_is_reached(tmp_path):
     """Runs stop by it; the evaluation set may then have a little less."""
     stop = {"training": {"stop_at_accuracy": 0.9}}
     assert (
-        "is ahead"
-        in summary_of(tmp_path, {"softmax": (0.901,) * 3, "sko": (0.894, 0.895, 0.896)}, changes=stop).headline
+        "is ahead" in compared(tmp_path, {"softmax": (0.901,) * 3, "sko": (0.894, 0.895, 0.896)}, changes=stop).headline
     )
     for path in tmp_path.glob(f"runs/{SLUGS['sko']}/*/run.json"):
-        run = json.loads(path.read_text())
-        run["final"]["validation"] = {"loss": 0.4, "accuracy": 0.902}
-        path.write_text(json.dumps(run | {"steps_done": 10}))
-    summary = report.summarise(report.load(tmp_path))
+        with edited(path) as record:
+            record["final"]["validation"] = {"loss": 0.4, "accuracy": 0.902}
+            record["steps_done"] = 10
+    summary = summary_of(tmp_path)
     assert summary.headline.startswith(
         "No clear winner: SKO and Softmax both reach accuracy 0.9, at which a run stops."
     )
@@ -99,7 +87,7 @@ def test_what_was_reached_on_the_validation_set_is_reached(tmp_path):
 def test_an_operator_with_failed_runs_does_not_reach_the_accuracy_beside_a_whole_one(tmp_path):
     values = {"softmax": (0.95, 0.95, 0.95), "sko": (0.95, 0.0, 0.0), "linear": (0.3, 0.3, 0.3)}
     stop = {"training": {"stop_at_accuracy": 0.9}}
-    summary = summary_of(tmp_path, values, missing=[("sko", 1), ("sko", 2)], changes=stop)
+    summary = compared(tmp_path, values, missing=[("sko", 1), ("sko", 2)], changes=stop)
     assert summary.headline == (
         "No clear winner: Softmax has the best mean accuracy of the operators with 3 seeds, 0.900. With fewer seeds: "
         "SKO 0.900 (1 seed)."
@@ -133,14 +121,14 @@ def test_an_operator_with_failed_runs_does_not_reach_the_accuracy_beside_a_whole
     ],
 )
 def test_nobody_leads_where_several_are_equal(tmp_path, values, headline, first):
-    summary = summary_of(tmp_path, values)
+    summary = compared(tmp_path, values)
     assert summary.headline == headline
     results = report.results(summary)
     assert results.rows[0][1][results.head.index("Behind the best")].text == first
 
 
 def test_operators_without_a_seed_in_common(tmp_path):
-    summary = summary_of(tmp_path, {"softmax": (0.9, 0.0), "sko": (0.0, 0.8)}, missing=[("softmax", 1), ("sko", 0)])
+    summary = compared(tmp_path, {"softmax": (0.9, 0.0), "sko": (0.0, 0.8)}, missing=[("softmax", 1), ("sko", 0)])
     assert summary.headline == (
         "Softmax has the best accuracy: 0.900 against 0.800 for SKO. Without a seed in common they cannot show whether "
         "that is more than chance."
@@ -148,7 +136,7 @@ def test_operators_without_a_seed_in_common(tmp_path):
 
 
 def test_one_run_each_does_not_show_who_trains_fastest(tmp_path):
-    sentences = summary_of(tmp_path, {"softmax": (0.9,), "linear": (0.8,)}).sentences
+    sentences = compared(tmp_path, {"softmax": (0.9,), "linear": (0.8,)}).sentences
     assert (
         "Linear was the fastest in one run each: 66k tokens a second, 1.3× the speed of softmax. More seeds show "
         "whether it is faster."
@@ -156,28 +144,30 @@ def test_one_run_each_does_not_show_who_trains_fastest(tmp_path):
 
 
 def test_beyond_the_stop_the_sooner_rate_is_shown(tmp_path):
-    summary = summary_of(
+    summary = compared(
         tmp_path, {"softmax": (0.999,)}, rates=(0.001, 0.003), changes={"training": {"stop_at_accuracy": 0.9}}
     )
     (row,) = summary.rows
     assert row.learning_rate == 0.001
     (path,) = tmp_path.glob("runs/softmax/*-0.003/run.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"steps_done": 10}))
-    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+    with edited(path) as record:
+        record["steps_done"] = 10
+    assert summary_of(tmp_path).rows[0].learning_rate == 0.003
 
 
 def test_a_run_that_is_missing_counts_against_its_rate(tmp_path):
     """Whether it is there without an end, or was left out when the folder was packed."""
-    summary_of(tmp_path, {"softmax": (0.9, 0.9)}, rates=(0.001, 0.003))
+    compared(tmp_path, {"softmax": (0.9, 0.9)}, rates=(0.001, 0.003))
     (path,) = tmp_path.glob("runs/softmax/seed-1-lr-0.001/run.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped", "final": None}))
-    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+    with edited(path) as record:
+        record |= {"status": "stopped", "final": None}
+    assert summary_of(tmp_path).rows[0].learning_rate == 0.003
     path.unlink()
-    assert report.summarise(report.load(tmp_path)).rows[0].learning_rate == 0.003
+    assert summary_of(tmp_path).rows[0].learning_rate == 0.003
 
 
 def test_who_failed_at_every_rate_has_no_more_runs(tmp_path):
-    summary_of(
+    compared(
         tmp_path,
         {"softmax": (0.9, 0.9), "sko": (0.9, 0.9)},
         rates=(0.001, 0.003),
@@ -187,7 +177,7 @@ def test_who_failed_at_every_rate_has_no_more_runs(tmp_path):
     for path in (*tmp_path.glob("runs/sko/seed-1-*/run.json"), *tmp_path.glob("runs/softmax/seed-1-lr-0.003/run.json")):
         path.unlink()
         (path.parent / "metrics.jsonl").unlink()
-    assert report.summarise(report.load(tmp_path)).sentences[-1].startswith("2 of 5 runs failed")
+    assert summary_of(tmp_path).sentences[-1].startswith("2 of 5 runs failed")
 
 
 @pytest.mark.parametrize(("ends", "every"), [((2000, 1400, 1100), 1), ((2000, 1370, 1111), 7), ((450, 620, 980), 10)])

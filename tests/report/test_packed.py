@@ -9,8 +9,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from report.comparison_folder import write_comparison
-from report.test_report_diagnostics import data_of, measured
+from report.comparison_folder import drawn, edited, summary_of, write_comparison
+from report.test_report_diagnostics import measured
 from report.test_report_key_embeddings import placed
 
 from zonal import report, store
@@ -90,8 +90,7 @@ def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
     names = [Path(name) for name in archive.read(small / "runs.tar.xz")]
     assert sum(name.name == "run.json" for name in names) == len(list(made.glob("runs/*/*"))) > 4
     best = {
-        row.operator: (f"lr-{row.learning_rate}", min(run.seed for run in row.runs))
-        for row in report.summarise(report.load(made)).rows
+        row.operator: (f"lr-{row.learning_rate}", min(run.seed for run in row.runs)) for row in summary_of(made).rows
     }
     for kind in ("diagnostics.json", "witnesses.json"):
         kept = [name.parent for name in names if name.name == kind]
@@ -99,15 +98,12 @@ def test_insides_are_kept_of_the_runs_that_the_page_draws(tmp_path):
         for place in kept:
             rate, seed = best[place.parent.name]
             assert place.name == f"seed-{seed}-{rate}"
-    drawn = [
-        [
-            (operator["diagnostics"], operator["embeddings"])
-            for operator in data_of(packing.write_pages(folder)[0].parent)
-        ]
-        for folder in (made, small)
-    ]
-    assert drawn[0] == drawn[1]
-    assert all(memory and keys for memory, keys in drawn[0])
+    before, after = (
+        [(operator["diagnostics"], operator["embeddings"]) for operator in drawn(page)[0]["operators"]]
+        for page, _ in map(packing.write_pages, (made, small))
+    )
+    assert before == after
+    assert all(memory and keys for memory, keys in before)
 
 
 def test_the_same_runs_are_the_same_bytes(folder, packed, tmp_path):
@@ -227,7 +223,8 @@ def test_an_archive_of_other_things_is_refused(packed, tmp_path, entries):
 def test_runs_that_have_not_ended_are_left_out(tmp_path, capsys):
     made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=30)
     for number, path in enumerate(made.glob("runs/*/*/run.json")):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped"}))
+        with edited(path) as record:
+            record["status"] = "stopped"
         if number == 0:
             assert main(["report", str(made), "--pack", str(tmp_path / "y")]) == 0
             assert f"1 run that has not ended. `zonal compare --resume {made}`" in capsys.readouterr().out

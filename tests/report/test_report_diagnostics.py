@@ -7,7 +7,7 @@ import json
 import random
 
 import pytest
-from report.comparison_folder import SLUGS, write_comparison
+from report.comparison_folder import SLUGS, drawn, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
@@ -49,13 +49,10 @@ def folder(tmp_path_factory):
     return found
 
 
-def data_of(folder):
-    text = (folder / "report.html").read_text()
-    return json.loads(text.split('id="data">')[1].split("</script>")[0])[0]["operators"]
-
-
 def test_the_page_has_the_pictures_of_operators_that_were_looked_into(folder):
-    operators = {operator["label"]: operator["diagnostics"] for operator in data_of(folder)}
+    operators = {
+        operator["label"]: operator["diagnostics"] for operator in drawn(folder / "report.html")[0]["operators"]
+    }
     assert operators["Softmax"] is None
     assert operators["Linear"] is not None  # of the one seed that has a file
     ridge, file = operators["Ridge (SKA K=0)"], measured()
@@ -110,8 +107,7 @@ def test_every_part_of_the_file_is_optional(tmp_path):
     (run_folder(tmp_path, "linear") / "diagnostics.json").write_text(
         json.dumps({"schema": 1, "layers": [{"heads": [{"condition": 3.5}, {}]}]})
     )
-    report.write(tmp_path)
-    found = data_of(tmp_path)[0]["diagnostics"]
+    (found,) = (operator["diagnostics"] for operator in drawn(report.write(tmp_path).html)[0]["operators"])
     assert found == {
         "spectra": [],
         "bars": {"condition": {"x": ["1.1"], "y": [3.5], "most": None}},

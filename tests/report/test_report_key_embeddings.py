@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from report.comparison_folder import SLUGS, write_comparison
+from report.comparison_folder import SLUGS, drawn, edited, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
@@ -53,19 +53,15 @@ def folder(tmp_path_factory):
             for line in lines
         )
     )
-    record = json.loads((run / "run.json").read_text())
-    for key, step in (("learned_before", 0), ("learned", 30)):
-        record[key][1] |= geometry(step)[0]
-    (run / "run.json").write_text(json.dumps(record))
+    with edited(run / "run.json") as record:
+        for key, step in (("learned_before", 0), ("learned", 30)):
+            record[key][1] |= geometry(step)[0]
     report.write(found)
     return found
 
 
 def operators(folder):
-    text = (folder / "report.html").read_text()
-    return {
-        each["label"]: each for each in json.loads(text.split('id="data">')[1].split("</script>")[0])[0]["operators"]
-    }
+    return {each["label"]: each for each in drawn(folder / "report.html")[0]["operators"]}
 
 
 def test_the_page_has_the_points_of_each_head_and_space(folder):

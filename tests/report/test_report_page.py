@@ -9,7 +9,7 @@ import shutil
 import statistics
 
 import pytest
-from report.comparison_folder import OPERATORS, PROFILE, SLUGS, write_comparison
+from report.comparison_folder import OPERATORS, PROFILE, SLUGS, compared, drawn, edited, summary_of, write_comparison
 
 from zonal import report, store
 from zonal.errors import ArgumentError, FileFormatError
@@ -141,7 +141,7 @@ def test_plotly_unpacks_and_the_page_is_small(written):
 
 
 def test_chart_numbers_equal_the_files(mqar, written):
-    comparison = json.loads(Elements(written.html.read_text()).scripts["data"])[0]
+    comparison = drawn(written.html)[0]
     softmax = comparison["operators"][0]
     assert softmax["label"] == "Softmax"
     lines = [
@@ -175,10 +175,9 @@ def test_a_run_that_was_good_enough_holds_its_last_value(tmp_path):
     evaluated = [line for line in lines if line["kind"] == "eval"]
     last = evaluated[0]["step"]
     (short / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last))
-    record = json.loads((short / "run.json").read_text())
-    (short / "run.json").write_text(json.dumps(record | {"steps_done": last, "stopped_early": True}))
-    page = Elements(report.write(folder).html.read_text())
-    found = json.loads(page.scripts["data"])[0]["operators"][0]["validation"]
+    with edited(short / "run.json") as record:
+        record |= {"steps_done": last, "stopped_early": True}
+    found = drawn(report.write(folder).html)[0]["operators"][0]["validation"]
     assert found["steps"] == [line["step"] for line in evaluated]
     assert found["seeds"][0]["accuracy"] == pytest.approx([evaluated[0]["accuracy"]] * len(evaluated), rel=1e-4)
     assert len(set(found["seeds"][1]["accuracy"])) > 1
@@ -189,7 +188,7 @@ def test_a_run_that_was_good_enough_holds_its_last_value(tmp_path):
 
 def test_learned_quantities_are_shown(written):
     page = plain(written.html.read_text())
-    comparison = json.loads(Elements(written.html.read_text()).scripts["data"])[0]
+    comparison = drawn(written.html)[0]
     sko = next(operator for operator in comparison["operators"] if operator["label"] == "SKO")
     assert [panel["layer"] for panel in sko["kernels"]] == [1, 2]
     assert sko["kernels"][0]["heads"] != sko["kernels"][0]["before"]
@@ -201,9 +200,8 @@ def test_learned_quantities_are_shown(written):
 def test_a_property_with_one_value_is_not_shown(tmp_path):
     write_comparison(tmp_path, operators=("softmax",), rates=(0.001,), steps=30)
     for path in tmp_path.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        record["final"]["slices"]["length"] = {"64": record["final"]["accuracy"]}
-        path.write_text(json.dumps(record))
+        with edited(path) as record:
+            record["final"]["slices"]["length"] = {"64": record["final"]["accuracy"]}
     text = report.write(tmp_path).markdown.read_text()
     assert "### Accuracy by number of key-value pairs" in text
     assert "### Accuracy by sequence length" not in text
@@ -239,14 +237,8 @@ def test_commands_remake_the_whole_and_each_row(written):
         assert "--budget" not in row["command"]
 
 
-def difference(folder, values, **kwargs):
-    finals = {(spec, seed): value for spec, each in values.items() for seed, value in enumerate(each)}
-    write_comparison(folder, operators=tuple(values), finals=finals, rates=(0.001,), steps=30, **kwargs)
-    return report.summarise(report.load(folder))
-
-
 def test_within_the_spread_is_said(tmp_path):
-    summary = difference(tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)})
+    summary = compared(tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)})
     assert summary.headline.startswith(
         "No clear winner with 3 seeds: SKO is within the spread of Softmax, which has the best mean"
     )
@@ -259,14 +251,12 @@ def test_within_the_spread_is_said(tmp_path):
 
 
 def test_the_headline_counts_the_seeds_that_both_have(tmp_path):
-    summary = difference(
-        tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)}, failed={("sko", 2): "out of memory"}
-    )
+    summary = compared(tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)}, missing=[("sko", 2)])
     assert summary.headline.startswith("No clear winner with 2 seeds in common: SKO is within the spread of Softmax")
 
 
 def test_beyond_the_spread_is_said(tmp_path):
-    summary = difference(tmp_path, {"softmax": (0.70, 0.72, 0.71), "sko": (0.94, 0.95, 0.945)})
+    summary = compared(tmp_path, {"softmax": (0.70, 0.72, 0.71), "sko": (0.94, 0.95, 0.945)})
     assert summary.headline == (
         "SKO is ahead in accuracy: 0.945 against 0.710 for Softmax. The difference, 0.23, is larger than the "
         "spread over seeds."
@@ -279,7 +269,7 @@ def test_beyond_the_spread_is_said(tmp_path):
 
 
 def test_one_seed_decides_nothing(tmp_path):
-    summary = difference(tmp_path, {"softmax": (0.70,), "sko": (0.94,)}, seeds=(0,))
+    summary = compared(tmp_path, {"softmax": (0.70,), "sko": (0.94,)})
     assert summary.verdicts[0].within is None
     assert "One seed cannot show" in summary.headline
 
@@ -288,20 +278,19 @@ def test_one_seed_decides_nothing(tmp_path):
 def test_speeds_are_told_apart_by_their_spread(tmp_path, jitter, words):
     write_comparison(tmp_path, seeds=(0, 1, 2))
     for path in tmp_path.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        # the machine was busy in another way each time
-        record["tokens_per_second"] += jitter * (
-            (3 * ord(path.parent.name[5]) + 5 * ord(path.parent.parent.name[1])) ** 2 % 7
-        )
-        path.write_text(json.dumps(record))
+        with edited(path) as record:
+            # the machine was busy in another way each time
+            record["tokens_per_second"] += jitter * (
+                (3 * ord(path.parent.name[5]) + 5 * ord(path.parent.parent.name[1])) ** 2 % 7
+            )
     sentences = " ".join(json.loads(report.write(tmp_path).summary.read_text())["comparisons"][0]["sentences"])
     assert words in sentences
 
 
 def test_a_note_is_shown(tmp_path):
     write_comparison(tmp_path)
-    path = tmp_path / "comparison.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "note": "The machine was shared."}))
+    with edited(tmp_path / "comparison.json") as record:
+        record["note"] = "The machine was shared."
     paths = report.write(tmp_path)
     assert "The machine was shared." in paths.html.read_text()
     assert "The machine was shared." in paths.markdown.read_text()
@@ -309,7 +298,7 @@ def test_a_note_is_shown(tmp_path):
 
 def test_loss_is_better_when_lower(tmp_path):
     write_comparison(tmp_path, name="text", rates=(0.001,), steps=30)
-    summary = report.summarise(report.load(tmp_path))
+    summary = summary_of(tmp_path)
     means = [summary.row(operator).loss for operator in summary.ranking]
     assert [total.mean for total in means if total] == sorted(total.mean for total in means if total)
     assert "validation loss" in summary.headline
@@ -322,7 +311,7 @@ def page_of(folder):
 
 
 def test_close_means_are_written_apart(tmp_path):
-    summary = difference(tmp_path, {"softmax": (0.90041, 0.90042), "sko": (0.90011, 0.90012)}, seeds=(0, 1))
+    summary = compared(tmp_path, {"softmax": (0.90041, 0.90042), "sko": (0.90011, 0.90012)})
     assert "0.9004 against 0.9001" in summary.headline
 
 
@@ -337,7 +326,7 @@ def test_failed_runs_are_shown_and_left_out_of_means(tmp_path):
     assert "<layer>" not in text
     assert "loss is not finite at step 15 in \\<layer> 1 \\| see the log" in page.markdown.read_text()
     assert "1 of 6 runs failed" in plain(text)
-    row = report.summarise(report.load(tmp_path)).row("linear")
+    row = summary_of(tmp_path).row("linear")
     assert (len(row.runs), row.planned, row.failed) == (2, 3, 1)
     assert row.accuracy is not None
     assert row.accuracy.n == 2
@@ -352,7 +341,7 @@ def test_an_operator_that_lacks_seeds_does_not_lead(tmp_path):
         finals={("linear", 0): 0.999, ("linear", 1): 0.999},
         failed={("linear", 2): "x"},
     )
-    assert report.summarise(report.load(tmp_path)).ranking == ("softmax", "linear")
+    assert summary_of(tmp_path).ranking == ("softmax", "linear")
 
 
 def test_nothing_finished_yet_still_makes_a_page(tmp_path):
@@ -378,7 +367,7 @@ def test_two_comparisons_share_a_page_and_the_colours(tmp_path):
     text = paths.html.read_text()
     assert "Five attention operators on two tasks" in text
     assert text.count('class="comparison"') == 2
-    first, second = json.loads(Elements(text).scripts["data"])
+    first, second = drawn(paths.html)
     keys = [
         {operator["label"]: operator["key"] for operator in comparison["operators"]} for comparison in (first, second)
     ]
@@ -389,9 +378,8 @@ def test_two_comparisons_share_a_page_and_the_colours(tmp_path):
 
 def test_titles_cannot_close_the_script(tmp_path):
     write_comparison(tmp_path, operators=("softmax",), rates=(0.001,), steps=30)
-    path = tmp_path / "runs/softmax/seed-0-lr-0.001/run.json"
-    record = json.loads(path.read_text()) | {"label": "</script><b>bold</b>"}
-    path.write_text(json.dumps(record))
+    with edited(tmp_path / "runs/softmax/seed-0-lr-0.001/run.json") as record:
+        record["label"] = "</script><b>bold</b>"
     text = report.write(tmp_path).html.read_text()
     assert "<b>bold" not in text
     assert text.count("</script>") == 3

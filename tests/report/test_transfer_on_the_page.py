@@ -1,10 +1,9 @@
 """Other tasks and lengths on the page: means over cells and seeds, the paper's columns, the charts' numbers."""
 
-import json
 from dataclasses import asdict
 
 import pytest
-from report.comparison_folder import write_comparison
+from report.comparison_folder import edited, summary_of, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
@@ -38,29 +37,27 @@ def accuracy(seed, index):
 def folder(tmp_path):
     made = write_comparison(tmp_path / "x", operators=("softmax", "sko"), rates=(0.001,), steps=30)
     for path in made.glob("runs/*/*/run.json"):
-        record = json.loads(path.read_text())
-        shift = 0.3 if record["operator"] == "sko" else 0.0
-        record["final"]["transfer"] = [
-            {
-                "task": task,
-                "pairs": pairs,
-                "length": length,
-                "accuracy": accuracy(record["seed"], index) + shift,
-                "loss": 1.0,
-                "examples": 9,
-            }
-            for index, (task, pairs, length) in enumerate(CELLS)
-        ]
-        path.write_text(json.dumps(record))
-    record = json.loads((made / "comparison.json").read_text())
-    record["task"]["stages"] = [{"start": 0, "shapes": [{"kind": "needle", "pairs": 1, "length": 64}]}]
-    record["published"] = asdict(PUBLISHED)
-    (made / "comparison.json").write_text(json.dumps(record))
+        with edited(path) as record:
+            shift = 0.3 if record["operator"] == "sko" else 0.0
+            record["final"]["transfer"] = [
+                {
+                    "task": task,
+                    "pairs": pairs,
+                    "length": length,
+                    "accuracy": accuracy(record["seed"], index) + shift,
+                    "loss": 1.0,
+                    "examples": 9,
+                }
+                for index, (task, pairs, length) in enumerate(CELLS)
+            ]
+    with edited(made / "comparison.json") as record:
+        record["task"]["stages"] = [{"start": 0, "shapes": [{"kind": "needle", "pairs": 1, "length": 64}]}]
+        record["published"] = asdict(PUBLISHED)
     return made
 
 
 def test_ours_beside_theirs(folder):
-    summary = report.summarise(report.load(folder))
+    summary = summary_of(folder)
     ((title, table),) = transfer.tables(summary)
     assert title == "Their table 7"
     assert table.head == ("", "Softmax", "SKO", "theirs: A", "theirs: B")
@@ -76,7 +73,7 @@ def test_ours_beside_theirs(folder):
 
 
 def test_what_is_drawn(folder):
-    summary = report.summarise(report.load(folder))
+    summary = summary_of(folder)
     lines = transfer.lines(summary.row("softmax"))
     assert [(line["task"], line["pairs"], line["x"]) for line in lines] == [
         ("needle", 1, [64, 128]),
@@ -99,10 +96,9 @@ def test_what_is_drawn(folder):
 
 
 def test_without_a_paper_the_means_stand_by_task(folder):
-    record = json.loads((folder / "comparison.json").read_text())
-    del record["published"]
-    (folder / "comparison.json").write_text(json.dumps(record))
-    ((title, table),) = transfer.tables(report.summarise(report.load(folder)))
+    with edited(folder / "comparison.json") as record:
+        del record["published"]
+    ((title, table),) = transfer.tables(summary_of(folder))
     assert title == "Mean accuracy by task"
     assert [[cell.text for cell in row] for _, row in table.rows] == [
         ["needle", "0.220 ± 0.020", "0.520 ± 0.020"],
@@ -111,17 +107,16 @@ def test_without_a_paper_the_means_stand_by_task(folder):
 
 
 def test_damaged_files(folder):
-    path = folder / "comparison.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "published": {"source": "x"}}))
+    with edited(folder / "comparison.json") as record:
+        published, record["published"] = record["published"], {"source": "x"}
     with pytest.raises(
         FileFormatError, match=r"comparison.json does not fit: comparison.published lacks the key 'tables'"
     ):
         report.load(folder)
-    path.write_text(json.dumps(record))
+    with edited(folder / "comparison.json") as record:
+        record["published"] = published
     run = next(folder.glob("runs/*/*/run.json"))
-    values = json.loads(run.read_text())
-    values["final"]["transfer"][0] = {"task": "needle"}
-    run.write_text(json.dumps(values))
+    with edited(run) as values:
+        values["final"]["transfer"][0] = {"task": "needle"}
     with pytest.raises(FileFormatError, match=r"final.transfer\[0\] lacks the key 'accuracy'"):
         report.load(folder)
