@@ -32,16 +32,6 @@ def test_segments_hold_what_the_generator_gives():
     assert drawn == dict(zip(map(tuple, inputs.tolist()), labels.tolist(), strict=True))
 
 
-def test_batches_are_functions_of_their_number(mixed):
-    again = tasks.from_config(mixed.config())
-    for step in (7, 0, 31, 7):
-        left, right = mixed.train_batch(step, 4, seed=3), again.train_batch(step, 4, seed=3)
-        assert torch.equal(left.tokens, right.tokens)
-        assert torch.equal(left.targets, right.targets)
-        assert left.slices == right.slices
-        assert left.tokens.dtype == left.targets.dtype == torch.int64
-
-
 def test_an_epoch_reads_every_row(mixed):
     # 3 batches of the first segment and 6 of the second make an epoch
     for epoch in range(3):
@@ -125,14 +115,6 @@ def test_numbers_of_numpy_are_sizes():
     made = MQAR(200, length=np.int64(32), pairs=np.int64(2), **examples)
     plain = MQAR(200, length=32, pairs=2, **examples)
     assert torch.equal(made.train_batch(0, 4, 0).tokens, plain.train_batch(0, 4, 0).tokens)
-
-
-@pytest.mark.parametrize(("step", "size", "seed"), [(-1, 4, 0), (0, 0, 0), (0, 4, -1)])
-def test_bad_batches(mixed, step, size, seed):
-    with pytest.raises(ArgumentError, match=r"MQAR\.train_batch"):
-        mixed.train_batch(step, size, seed)
-    with pytest.raises(ArgumentError, match="batch_size must be at least 1"):
-        next(mixed.evaluation_batches(0))
 
 
 def test_tokens_are_fillers_keys_or_values():
