@@ -1,21 +1,13 @@
 """``zonal influence`` prints what ``zonal.influence`` says."""
 
 import json
-import shlex
 
 import pytest
-
-from zonal.cli.app import main
-
-
-def run(words, capsys):
-    code = main(["influence", *shlex.split(words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from cli.commands import refused, run
 
 
 def test_a_window_is_told_layer_by_layer_and_drawn(capsys):
-    code, out, err = run("--window 5 --tokens 32", capsys)
+    code, out, err = run("influence --window 5 --tokens 32", capsys)
     assert (code, err) == (0, "")
     lines = [line.rstrip() for line in out.splitlines()]
     assert [line.split()[2] for line in lines[2:9]] == ["5", "10", "15", "20", "25", "30", "31"]
@@ -27,7 +19,7 @@ def test_a_window_is_told_layer_by_layer_and_drawn(capsys):
 
 def test_a_list_is_what_it_is_with_its_convolution(capsys):
     spec = "regime(prior=('window(left=3)',))*2, mamba2(state=16)"
-    code, out, _ = run(f'--operator "{spec}" --conv 2 --tokens 20 --json', capsys)
+    code, out, _ = run(f'influence --operator "{spec}" --conv 2 --tokens 20 --json', capsys)
     found = json.loads(out)
     assert code == 0
     assert (found["tokens"], found["layers"]) == (20, 3)
@@ -36,7 +28,7 @@ def test_a_list_is_what_it_is_with_its_convolution(capsys):
 
 
 def test_what_no_layer_reaches_is_a_dot(capsys):
-    code, out, _ = run("--operator \"regime(prior=('chunk_causal(size=4)',))\" --tokens 8", capsys)
+    code, out, _ = run("influence --operator \"regime(prior=('chunk_causal(size=4)',))\" --tokens 8", capsys)
     assert code == 0
     assert out.splitlines()[-1].split() == ["7", "1", "1", "1", "1", "·", "·", "·", "0"]
 
@@ -51,7 +43,4 @@ def test_what_no_layer_reaches_is_a_dot(capsys):
     ],
 )
 def test_mistakes_in_one_line(words, message, capsys):
-    code, out, err = run(words, capsys)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    refused(f"influence {words}", capsys, message)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.commands import refused, run
 
 from zonal.cli import bench, compare, demo, parse
 from zonal.cli.app import main
@@ -42,19 +43,6 @@ def zonal(words, folder):
     )
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run(words, capsys):
-    """Exit code, output and errors of a command in this process."""
-    code = main(shlex.split(words))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
@@ -73,10 +61,8 @@ def test_compare_writes_a_report_and_finds_its_folder_again(here, capsys):
     code, out, _ = run(words, capsys)
     assert code == 0
     assert out.count("done before after 4 steps") == 4
-    code, _, err = run(f"{words.replace('--steps 4', '--steps 5')} --out {folder}", capsys)
-    assert code == 2
-    assert "holds another comparison: training.steps is 4 there and 5 here" in err
-    assert err.count("\n") == 1
+    message = "holds another comparison: training.steps is 4 there and 5 here"
+    refused(f"{words.replace('--steps 4', '--steps 5')} --out {folder}", capsys, message)
 
 
 def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
@@ -132,9 +118,8 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
     assert "zonal compare --resume failing --retry-failed" in out
     assert "Last good checkpoint" in (here / "failing/report.md").read_text()
     began = json.loads((here / "failing/comparison.json").read_text())["device"]["threads"]
-    code, _, err = run(f"compare --resume failing --retry-failed --threads {began + 1}", capsys)
-    assert code == 2
-    assert f"--threads {began + 1} would change nothing" in err
+    more = f"--threads {began + 1}"
+    refused(f"compare --resume failing --retry-failed {more}", capsys, f"{more} would change nothing")
 
 
 @pytest.mark.parametrize(
@@ -194,12 +179,7 @@ def test_mistakes_are_one_line_and_exit_with_2(here, capsys, words, message):
     (here / "binary.txt").write_bytes(b"abc\x00\xff" * 100)
     (here / "short.txt").write_text("Too short for one sequence.")
     (here / "foreign.safetensors").write_bytes(b"not tensors")
-    code, out, err = run(words, capsys)
-    assert code == 2
-    assert out == ""
-    assert message in err
-    assert err.startswith("zonal: ")
-    assert err.count("\n") == 1
+    refused(words, capsys, message)
     assert not (here / "runs").exists()
 
 
@@ -324,9 +304,10 @@ def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     assert code == 0
     assert out.startswith("3 40 5 41 3 ")
     assert len(out.split()) == 7
-    assert run(f"generate --model {trained}/recall --prompt hello", capsys)[0] == 2
-    assert run(f"generate --model {trained}/recall --prompt 999", capsys)[0] == 2
-    assert "--stop must be such numbers" in run(f"generate --model {trained}/recall --prompt 3 --stop x", capsys)[2]
+    words = f"generate --model {trained}/recall --prompt"
+    refused(f"{words} hello", capsys, "the prompt must be such numbers, got 'hello'")
+    refused(f"{words} 999", capsys, "token numbers must be from 0 to 63, got '999'")
+    refused(f"{words} 3 --stop x", capsys, "--stop must be such numbers")
 
 
 @pytest.mark.parametrize(
@@ -338,9 +319,7 @@ def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     ],
 )
 def test_generate_refuses(trained, capsys, options, message):
-    code, _, err = run(f"generate --model {trained}/text {options}", capsys)
-    assert code == 2
-    assert message in err
+    refused(f"generate --model {trained}/text {options}", capsys, message)
 
 
 def test_a_run_in_the_folder_of_a_model_of_transformers_is_the_run(trained, tmp_path, capsys):
@@ -356,11 +335,9 @@ def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys):
     data = bytearray((trained / "text/checkpoint.safetensors").read_bytes())
     data[-8] ^= 255
     (tmp_path / "checkpoint.safetensors").write_bytes(data)
-    code, _, err = run(f"generate --model {tmp_path} --prompt x", capsys)
-    assert code == 2
-    assert "checksum" in err
+    refused(f"generate --model {tmp_path} --prompt x", capsys, "checksum")
     (tmp_path / "checkpoint.safetensors").write_bytes(data[:1000])
-    assert run(f"generate --model {tmp_path} --prompt x", capsys)[0] == 2
+    refused(f"generate --model {tmp_path} --prompt x", capsys, "checkpoint.safetensors")
 
 
 def test_text_waits_for_whole_characters():
@@ -405,17 +382,13 @@ def test_bench_lists_and_runs(tmp_path, monkeypatch, capsys):
     assert "helper" not in out
     code, out, _ = run("bench quick --out x.json --help", capsys)
     assert (code, out) == (3, "said ['--out', 'x.json', '--help']\n")
-    code, _, err = run("bench quik", capsys)
-    assert code == 2
-    assert "unknown benchmark 'quik'. Did you mean 'quick'?" in err
+    refused("bench quik", capsys, "unknown benchmark 'quik'. Did you mean 'quick'?")
 
 
 def test_bench_without_the_source_tree(tmp_path, monkeypatch, capsys):
     (tmp_path / "zonal").mkdir()
     monkeypatch.setattr(bench.zonal, "__file__", str(tmp_path / "zonal/__init__.py"))
-    code, _, err = run("bench tiled", capsys)
-    assert code == 2
-    assert "They come with the source tree" in err
+    refused("bench tiled", capsys, "They come with the source tree")
 
 
 def test_demo_shares_out_any_budget():

@@ -227,8 +227,8 @@ def summary_of(folder: Path) -> report.Summary:
     return report.summarise(report.load(folder))
 
 
-def drawn(page: Path) -> list[dict[str, Any]]:
-    """What the script of a page draws, of each comparison."""
+def drawn(page: Path) -> Any:
+    """What the script of a page draws: a list of comparisons, or what another page has."""
     return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
 
 
