@@ -56,3 +56,9 @@ def test_a_wrong_batch_size_names_the_call(task):
     if type(task).examine is not tasks.Task.examine:
         with pytest.raises(ArgumentError, match=rf"{type(task).__name__}\.examine: batch_size must be at least 1"):
             next(task.examine(None, 0))
+
+
+def test_headings_name_the_task_or_its_text():
+    assert tasks.resolve("sort").heading() == "Small programs (sort)"
+    half = tasks.TaskSettings(train_fraction=0.5)
+    assert tasks.resolve("masked-text", half).heading() == "Masked language modelling of Moby-Dick (embedded), 50% of it"

@@ -22,7 +22,6 @@ from zonal.cli.options import (
     refuse_settings,
     refuse_threads,
     shown,
-    title,
     training_steps,
 )
 from zonal.cli.progress import watching
@@ -146,7 +145,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         budget_seconds=budget,
         labels=labels,
         device=options.device,
-        title=options.title or title(task),
+        title=options.title or task.heading(),
         command=command,
         published=None if experiment is None else experiment.published,
         shapes={operator: shape.config(task, layers_for(operator, shape.layers)) for operator, shape in shapes.items()},

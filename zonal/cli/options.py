@@ -21,16 +21,6 @@ from zonal.training.config import TrainSettings
 
 STOPPED = 130
 """The exit code of a command that was stopped with a checkpoint."""
-_KINDS = {
-    tasks.MQAR: "Associative recall",
-    tasks.Pixels: "Pictures",
-    tasks.Glosses: "Extreme classification",
-    tasks.Algorithmic: "Small programs",
-    tasks.Retrieval: "Retrieval",
-    tasks.Expressions: "Completing expressions",
-    tasks.Lookup: "Recall by relation",
-    tasks.Periodic: "Signals",
-}
 
 
 def shown(metavar: str, default: str) -> Any:
@@ -146,15 +136,6 @@ class RunOptions:
     task: TaskOptions = dataclasses.field(default_factory=TaskOptions)
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     training: TrainingOptions = dataclasses.field(default_factory=TrainingOptions)
-
-
-def title(task: tasks.Task) -> str:
-    """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
-    if isinstance(task, tasks.Text):
-        kind = "Language modelling" if task.causal else "Masked language modelling"
-        return f"{kind} of {task.title}" + ("" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it")
-    kind = _KINDS.get(type(task))
-    return task.name if kind is None else f"{kind} ({task.name})"
 
 
 def folder_of(name: str, identity: Any) -> Path:

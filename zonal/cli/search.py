@@ -18,7 +18,6 @@ from zonal.cli.options import (
     refuse_settings,
     refuse_threads,
     shown,
-    title,
 )
 from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
@@ -93,7 +92,7 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
         palette=palette,
         budget_seconds=None if options.budget is None else parse.duration(options.budget),
         device=options.device,
-        title=options.title or f"Search: {title(task)}",
+        title=options.title or f"Search: {task.heading()}",
         command=command,
     )
 

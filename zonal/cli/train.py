@@ -10,7 +10,7 @@ from typing import Annotated
 from zonal import tasks
 from zonal.cli import parse, presets
 from zonal.cli.app import MISTAKE
-from zonal.cli.options import STOPPED, RunOptions, folder_of, given_of_model, given_options, shown, title
+from zonal.cli.options import STOPPED, RunOptions, folder_of, given_of_model, given_options, shown
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
 from zonal.limits import PROCESSES, RATE, SEED
@@ -155,7 +155,7 @@ def _train(options: Train, command: str, processes: Processes) -> int:
     folder = options.out or folder_of(f"train-{task.name}", run_identity(model, task, config))
     label = options.model_preset or (style.label(shape.layers[0]) if len(set(shape.layers)) == 1 else options.operator)
     heading = (
-        f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
+        f"{task.heading()}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; "
         f"files in {folder}"
     )
     with contextlib.ExitStack() as held:

@@ -313,7 +313,7 @@ class Algorithmic(Drawn[int]):
     test_examples: int = 200
     seed: int = 0
 
-    kind, metric = "algorithmic", "accuracy"
+    kind, subject, metric = "algorithmic", "Small programs", "accuracy"
 
     def __post_init__(self) -> None:
         if self.name not in ALGORITHMS:

@@ -133,7 +133,7 @@ class Expressions(Drawn[int]):
     seed: int = 0
     name: str = "sexpr"
 
-    kind, metric = "expressions", "accuracy"
+    kind, subject, metric = "expressions", "Completing expressions", "accuracy"
     vocab_size = _FIRST_ATOM + ATOMS
     groups = ("sign", "head", "atom"), (_FIRST_HEAD, _FIRST_ATOM)
 

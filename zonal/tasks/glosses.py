@@ -44,7 +44,7 @@ class Glosses(HeldOut):
     Raises: FileFormatError for a file that is missing, damaged or has changed; ArgumentError for sizes that do not fit.
     """
 
-    kind, metric, causal = "glosses", "accuracy", False
+    kind, subject, metric, causal = "glosses", "Extreme classification", "accuracy", False
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class Retrieval(Drawn[Shape]):
     seed: int = 0
     name: str = "retrieval"
 
-    kind, metric = "retrieval", "accuracy"
+    kind, subject, metric = "retrieval", "Retrieval", "accuracy"
 
     def __post_init__(self) -> None:
         self.stages = tuple(self.stages)

@@ -57,7 +57,7 @@ class Lookup(Drawn[Cell]):
     seed: int = 0
     name: str = "lookup"
 
-    kind, metric = "lookup", "accuracy"
+    kind, subject, metric = "lookup", "Recall by relation", "accuracy"
 
     def __post_init__(self) -> None:
         if self.pairs < 2 or not 1 <= self.questions <= self.pairs or self.test_examples < 1 or self.seed < 0:

@@ -27,7 +27,7 @@ class MaskedText(Text):
     Arguments as of ``Text``. The last token of the vocabulary stands for a hidden one.
     """
 
-    kind, causal, marks = "masked-text", False, 1
+    kind, subject, causal, marks = "masked-text", "Masked language modelling", False, 1
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         windows = super().train_batch(step, batch_size, seed).tokens

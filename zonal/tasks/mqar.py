@@ -251,7 +251,7 @@ class MQAR(HeldOut):
     mixed. (Zoology reads its batches in the same order every epoch.) Slices: "pairs" and "length".
     """
 
-    kind, metric = "mqar", "accuracy"
+    kind, subject, metric = "mqar", "Associative recall", "accuracy"
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Periodic(Drawn[int]):
     seed: int = 0
     name: str = "periodic"
 
-    kind, metric = "periodic", "accuracy"
+    kind, subject, metric = "periodic", "Signals", "accuracy"
 
     def __post_init__(self) -> None:
         self.frequencies = tuple(self.frequencies)

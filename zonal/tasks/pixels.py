@@ -37,7 +37,7 @@ class Pixels(HeldOut):
     fit.
     """
 
-    kind, metric, causal = "pixels", "accuracy", False
+    kind, subject, metric, causal = "pixels", "Pictures", "accuracy", False
 
     def __init__(
         self,

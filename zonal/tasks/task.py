@@ -97,6 +97,8 @@ class Task(ABC):
     metric: Literal["accuracy", "loss"]
     bytes_per_token: float | None = None
     causal: ClassVar[bool] = True
+    subject: ClassVar[str] = ""
+    """What it is about, before its name in a heading."""
     groups: tuple[tuple[str, ...], tuple[int, ...]] = (("token",), ())
     """Names of groups of tokens, for pictures, and the first token of each group but the first."""
 
@@ -172,6 +174,10 @@ class Task(ABC):
         if missing := set(task.config()) - set(config):
             raise KeyError(", ".join(sorted(missing)))
         return task
+
+    def heading(self) -> str:
+        """The task as a heading: "Associative recall (mqar-demo)"."""
+        return f"{self.subject} ({self.name})" if self.subject else self.name
 
     @abstractmethod
     def describe(self) -> str:

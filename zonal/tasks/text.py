@@ -69,7 +69,7 @@ class Text(HeldOut):
     of range.
     """
 
-    kind, metric = "text", "loss"
+    kind, subject, metric = "text", "Language modelling", "loss"
     marks = 0
     """How many tokens the task has beside those of the text."""
 
@@ -207,6 +207,11 @@ class Text(HeldOut):
             "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
             "train_fraction": self.train_fraction, "content": self.corpus.sha256, **self.tokenizer.contents,
         }  # fmt: skip
+
+    def heading(self) -> str:
+        """ "Language modelling of my.txt"."""
+        part = "" if self.train_fraction == 1 else f", {self.train_fraction:.0%} of it"
+        return f"{self.subject} of {self.title}{part}"
 
     def describe(self) -> str:
         kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}.get(self.tokenizer.name, f"{self.vocab_size:,} token")
