@@ -21,9 +21,9 @@ import torch
 
 from zonal.data import permuted, shuffled_rows
 from zonal.data.wordnet import WORDNET, definitions
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, HeldOut, check_batch, stream
+from zonal.tasks.task import IGNORED, TEST, TRAIN, Batch, Guess, HeldOut, check_batch, check_content, stream
 
 SHOWN = 0.5
 LEAST, MOST = 8, 40
@@ -67,11 +67,7 @@ class Glosses(HeldOut):
         chosen = [able[row] for row in permuted(np.arange(labels), len(able), (0,)).tolist()]
         told = "\n".join(f"{each.noun} {' '.join(each.words)}" for each in chosen)
         self.content = hashlib.sha256(told.encode()).hexdigest()
-        if content not in (None, self.content):
-            raise FileFormatError(
-                f"Glosses: the definitions in {folder} have changed since the run was started (their SHA-256 differs). "
-                "Restore the old file or start a new run."
-            )
+        check_content("Glosses", f"the definitions in {folder} have", self.content, content)
         uses = Counter(word for each in chosen for word in set(each.words))
         self._words = (*_SIGNS, *sorted(word for word, count in uses.items() if count > 1))
         self._nouns = tuple(each.noun for each in chosen)

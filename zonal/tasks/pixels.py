@@ -22,7 +22,7 @@ from zonal.data import shuffled_rows
 from zonal.data.images import FASHION_CLASSES, FASHION_MNIST, Images, fashion_mnist
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import IGNORED, TEST, Batch, Guess, HeldOut, check_batch
+from zonal.tasks.task import IGNORED, TEST, Batch, Guess, HeldOut, check_batch, check_content
 
 
 @known_names
@@ -66,11 +66,7 @@ class Pixels(HeldOut):
         for part in (*self._train, *self._test):
             found.update(part.numpy().tobytes())
         self.content = found.hexdigest()
-        if content not in (None, self.content):
-            raise FileFormatError(
-                f"Pixels: the pictures in {folder} have changed since the run was started (their SHA-256 differs). "
-                "Restore the old files or start a new run."
-            )
+        check_content("Pixels", f"the pictures in {folder} have", self.content, content)
 
     def _sequences(self, images: Images) -> tuple[Tensor, Tensor]:
         """(n, side²) uint8 levels, and (n,) classes."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, FileFormatError
 from zonal.typed import made
 
 IGNORED = -100
@@ -27,6 +27,15 @@ def check_batch(call: str, batch_size: int, step: int = 0, seed: int = 0) -> Non
         raise ArgumentError(f"{call}: batch_size must be at least 1, got {batch_size}.")
     if step < 0 or seed < 0:
         raise ArgumentError(f"{call}: step and seed must not be negative, got step={step}, seed={seed}.")
+
+
+def check_content(call: str, what: str, found: str, wanted: str | None) -> None:
+    """Raises: FileFormatError when the SHA-256 of what a run reads is not the one wanted, if there is one."""
+    if wanted not in (None, found):
+        raise FileFormatError(
+            f"{call}: {what} changed since the run was started (the SHA-256 differs). Restore the old state or start a "
+            "new run."
+        )
 
 
 def stream(*key: int) -> np.random.Generator:

@@ -21,7 +21,7 @@ from zonal.data.shards import Corpus
 from zonal.data.tokenizers import Tokenizer
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.names import known_names
-from zonal.tasks.task import TEST, Batch, Guess, HeldOut, check_batch
+from zonal.tasks.task import TEST, Batch, Guess, HeldOut, check_batch, check_content
 
 _BLOCK = 1 << 20
 _COUNTED = 1 << 24
@@ -101,11 +101,7 @@ class Text(HeldOut):
         self.source, self.title, self.corpus, self.tokenizer = _load(os.fspath(source), tokenizer, max_bytes)
         self.tokenizer.check("Text", tokenizer_sha256)
         self.vocab_size = self.tokenizer.vocab_size + self.marks
-        if content is not None and content != self.corpus.sha256:
-            raise FileFormatError(
-                f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). "
-                "Restore the old text or start a new run."
-            )
+        check_content("Text", f"{self.source} has", self.corpus.sha256, content)
         self.split = _split(self.corpus, self.tokenizer.token_bytes, validation_fraction)
         unread = 1 - train_fraction * (1 - validation_fraction)
         self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
