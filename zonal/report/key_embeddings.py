@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import ArgumentError
+from zonal.report import formats
 from zonal.store import read_record, understood
 from zonal.typed import made
 
@@ -106,5 +107,5 @@ def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> d
     return {"steps": [step for step, _ in lines], "layers": layers}
 
 
-def _by_head(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    return [[float(f"{value:.4g}") for value in head] for head in zip(*rows, strict=True)]
+def _by_head(rows: Sequence[Sequence[float]]) -> list[list[float | None]]:
+    return [[formats.short(value) for value in head] for head in zip(*rows, strict=True)]
