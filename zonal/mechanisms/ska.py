@@ -10,7 +10,7 @@ from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.algebra.link import Identity
 from zonal.algebra.score import Dot
 from zonal.mechanisms.registry import mechanism
@@ -49,7 +49,7 @@ def ska(
     Raises: ArgumentError for numbers out of range, for fading with arguments that cannot fade, and for arguments that
     the preset sets and that are not at their defaults, which it replaces. Source: Echo.
     """
-    require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
+    require_one_of("ska: preset", preset, ("paper", None))
     if preset == "paper":
         plain = (power, eps, key_limit, chunk, running_max, spectral_norm) == (1, 0.1, 1.0, None, False, "none")
         require(

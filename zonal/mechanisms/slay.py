@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from zonal.algebra import Operator
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.features import Anchors, FeatureMap, Nystrom, RandomMaclaurin, Slay, TensorSketch, square
 from zonal.features.landmarks import Choice
 from zonal.features.quadrature import Rule
@@ -68,10 +68,7 @@ def slay(
     ``allow_signed``. Source: SLAY (001).
     """
     preset = Slay.preset(scale)
-    require(
-        polynomial in _FACTORS,
-        f"slay: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.",
-    )
+    require_one_of("slay: polynomial", polynomial, _FACTORS)
     require(
         polynomial in ("anchors", "nystrom") or choice == "random",
         f"slay: polynomial {polynomial!r} has no landmarks to choose; leave choice out.",
