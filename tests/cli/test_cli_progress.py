@@ -6,7 +6,7 @@ import itertools
 import pytest
 from rich.console import Console
 
-from zonal.cli.progress import EVALUATIONS, Board, LiveDisplay, PlainDisplay, finished, held_out
+from zonal.cli.progress import EVALUATIONS, Board, LiveDisplay, PlainDisplay, held_out
 from zonal.training import events
 
 LABELS = {"softmax": "Softmax", "sko": "SKO"}
@@ -220,6 +220,3 @@ def test_plain_display_reports_steps_now_and_then(capsys):
 
 def test_words_for_numbers():
     assert held_out({"loss": 1.0, "accuracy": 0.5, "positions": 7.0}, "loss") == "loss 1.000, accuracy 0.500"
-    assert finished([]) == "–"
-    assert finished([0.5]) == "0.500"
-    assert finished([0.5, 0.6]) == "0.550 ± 0.071"

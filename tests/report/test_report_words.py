@@ -3,6 +3,7 @@
 import pytest
 
 from zonal import mechanisms
+from zonal.evaluation import Spread
 from zonal.report import commands, formats, page, style, table
 
 
@@ -48,11 +49,11 @@ def test_seconds(value, text):
         (4e-7, 1e-7, "4.0e-07 ± 1.0e-07"),
         (2e9, 3e8, "2.0e+09 ± 3.0e+08"),
         (1.5, None, "1.500"),
-        (None, None, "–"),
     ],
 )
 def test_spread_never_reads_as_zero(mean, deviation, text):
-    assert formats.spread(mean, deviation) == text
+    assert formats.spread(Spread(3, mean, deviation, mean, mean, None, None)) == text
+    assert formats.spread(None) == "–"
 
 
 @pytest.mark.parametrize(

@@ -60,5 +60,5 @@ def test_a_wrong_batch_size_names_the_call(task):
 
 def test_headings_name_the_task_or_its_text():
     assert tasks.resolve("sort").heading() == "Small programs (sort)"
-    half = tasks.TaskSettings(train_fraction=0.5)
-    assert tasks.resolve("masked-text", half).heading() == "Masked language modelling of Moby-Dick (embedded), 50% of it"
+    half = tasks.resolve("masked-text", tasks.TaskSettings(train_fraction=0.5))
+    assert half.heading() == "Masked language modelling of Moby-Dick (embedded), 50% of it"

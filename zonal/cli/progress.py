@@ -8,7 +8,7 @@ otherwise one line for each thing that happened.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zonal.evaluation.statistics import spread
 from zonal.report import formats, style
+from zonal.report.row import spread_if_any
 from zonal.training import events
 
 EVALUATIONS = 10
@@ -235,17 +235,10 @@ class LiveDisplay:
             latest = next((run for run in reversed(runs) if run.status == "running"), runs[-1] if runs else None)
             now = formats.number(latest.held_out.get(board.metric)) if latest else formats.MISSING
             speed = formats.compact(latest.speed) if latest else formats.MISSING
-            name, done = Text.assemble(("● ", self.looks[operator].light), label), finished(board.results(operator))
+            name = Text.assemble(("● ", self.looks[operator].light), label)
+            done = formats.spread(spread_if_any(board.results(operator)))
             table.add_row(name, now, done, f"{sum(run.status == 'done' for run in runs)} of {each}", speed)
         return table
-
-
-def finished(values: Sequence[float]) -> str:
-    """Mean ± sample deviation of final numbers; an en dash without any."""
-    if not values:
-        return formats.MISSING
-    found = spread(values)
-    return formats.spread(found.mean, found.deviation)
 
 
 class PlainDisplay:

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from zonal.evaluation.statistics import Spread
+
 MISSING = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
@@ -71,16 +73,15 @@ def date(text: str) -> str:
     return f"{found.day} {found:%B %Y, %H:%M}{zone}"
 
 
-def spread(mean: float | None, deviation: float | None) -> str:
+def spread(found: Spread | None) -> str:
     """``0.981 ± 0.004``; more decimals (up to 5) when the deviation would read as zero; no ± with a single seed; very
     small or large ones in scientific form.
 
     A deviation that is rounding counts as zero.
     """
-    if mean is None:
-        return MISSING
-    if deviation is None:
-        return number(mean)
+    if found is None or found.deviation is None:
+        return number(found and found.mean)
+    mean, deviation = found.mean, found.deviation
     hidden = _ROUNDING * abs(mean) < deviation < 5e-4
     decimals = min(5, 1 - math.floor(math.log10(deviation))) if hidden else 3
     return _plus_minus(mean, deviation, decimals)

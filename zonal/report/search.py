@@ -103,7 +103,7 @@ def _last(regime: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _cost(rung: Mapping[str, Any] | None) -> str:
-    return formats.MISSING if rung is None else formats.spread(rung["cost"]["mean"], rung["cost"]["deviation"])
+    return formats.spread(None if rung is None else spread(list(rung["by_seed"].values())))
 
 
 def _reported(rung: Mapping[str, Any]) -> dict[int, float]:
@@ -114,8 +114,7 @@ def _reported(rung: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _shown(rung: Mapping[str, Any]) -> str:
-    found = spread(list(_reported(rung).values()))
-    return formats.spread(found.mean, found.deviation)
+    return formats.spread(spread(list(_reported(rung).values())))
 
 
 def _validated(regimes: Sequence[Mapping[str, Any]]) -> bool:

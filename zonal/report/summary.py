@@ -228,7 +228,7 @@ def _words(
         assert best is not None
         assert data.guess is not None  # "not learned" means no better than a guess
         best_of = (
-            f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best.mean, best.deviation)}, "
+            f"{labels[unlearned[0].operator]} reaches {name} {formats.spread(best)}, "
             f"a guess {formats.number(data.guess.value)}"
         )
         who = (
@@ -239,7 +239,7 @@ def _words(
         leader, best = labels[ordered[0].operator], ordered[0].value(data.metric)
         assert best is not None  # ordered holds only rows with a value
         others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
-        return f"{leader} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
+        return f"{leader} reaches {name} {formats.spread(best)}{others}.", (*note, *state)
     headline = _headline(data, ordered, labels, verdicts, all_learned=not unlearned)
     return headline, (*note, *_differences(data, ordered, labels, verdicts), *_costs(rows, labels), *state)
 

@@ -48,7 +48,7 @@ _METRIC_TITLES = {"accuracy": "Accuracy", "loss": "Loss", "bits_per_byte": "Bits
 
 def spread_cell(total: Spread | None, best: bool) -> Cell:
     """Mean and spread over seeds; a dash where there is none."""
-    return Cell(formats.MISSING if total is None else formats.spread(total.mean, total.deviation), best=best)
+    return Cell(formats.spread(total), best=best)
 
 
 def _behind(summary: Summary, row: Row) -> Cell:
