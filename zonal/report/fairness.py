@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zonal.evaluation.selection import capped
-from zonal.evaluation.statistics import Spread
 from zonal.report import formats
 from zonal.report.records import ComparisonData, Metrics, Run
-from zonal.report.row import Row, spread_if_any
+from zonal.report.row import Row
 
 NOT_LEARNED = "not trained far enough to compare"
 METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
@@ -48,10 +47,11 @@ def on_what_was_trained(data: ComparisonData, final: Metrics) -> float | None:
     return math.fsum(found) / len(found) if found else None
 
 
-def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
-    """``on_what_was_trained`` over the seeds of an operator."""
-    numbers = [on_what_was_trained(data, run.final) for run in runs if run.final is not None]
-    return spread_if_any([number for number in numbers if number is not None])
+def trained_number(data: ComparisonData, runs: Sequence[Run]) -> float | None:
+    """The mean of ``on_what_was_trained`` over the seeds of an operator."""
+    found = [on_what_was_trained(data, run.final) for run in runs if run.final is not None]
+    numbers = [number for number in found if number is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def chance_margin(data: ComparisonData) -> float:

@@ -154,7 +154,6 @@ def _row(data: ComparisonData, operator: str, label: str) -> Row:
     sweep = _sweep(runs)
     rate = _choose(data, sweep)
     chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
-    trained = fairness.trained_number(data, chosen)
     means = {found: _final([run for run in each if run.done], data.metric) for found, each in sweep.items()}
     return Row(
         operator=operator,
@@ -171,7 +170,7 @@ def _row(data: ComparisonData, operator: str, label: str) -> Row:
         sweep={found: total for found, total in means.items() if total},
         best=frozenset(),
         speed_ratio=None,
-        learned=fairness.learned(data, trained and trained.mean),
+        learned=fairness.learned(data, fairness.trained_number(data, chosen)),
     )
 
 
