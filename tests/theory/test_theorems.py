@@ -98,24 +98,14 @@ def test_an_allowed_pair_may_have_no_evidence() -> None:
 @quick
 @given(seed=seeds, size=sizes)
 def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, list[int]]) -> None:
-    """Gates a query that sum to one: rows of the mixture over all branches' keys are distributions, and its update is
-    the gated sum of theirs (Proposition 5.2).
-    """
+    """Of one kernel: that of each branch less its row mass, with the logarithms of the gates (Proposition 5.2)."""
     queries, keys = size
-    kernels = [drawn(seed + place, queries, count) for place, count in enumerate(keys)]
+    logs = [probe.Rows().observe(drawn(seed + place, queries, count)).log for place, count in enumerate(keys)]
     gates = drawn(seed - 1, queries, len(keys)).softmax(-1)
-    conditionals = [probe.Rows().observe(kernel).log.exp() for kernel in kernels]
-    mixture = torch.cat([gates[:, place, None] * conditional for place, conditional in enumerate(conditionals)], 1)
-    assert (mixture >= 0).all()
-    assert torch.allclose(mixture.sum(-1), torch.ones(queries).double())
-    values = [drawn(seed + 10 + place, count, 3) for place, count in enumerate(keys)]
-    updates = torch.stack([conditional @ value for conditional, value in zip(conditionals, values, strict=True)])
-    assert torch.allclose(mixture @ torch.cat(values), torch.einsum("tb,btp->tp", gates, updates))
-    # and it is the row-conditional of one kernel: that of each branch less its row mass, with log gates added
-    joined = torch.cat(
-        [probe.Rows().observe(kernel).log + gates[:, place, None].log() for place, kernel in enumerate(kernels)], 1
-    )
-    assert torch.allclose(joined.softmax(-1), mixture)
+    joined = torch.cat([log + gates[:, place, None].log() for place, log in enumerate(logs)], 1)
+    mixture = mixed(gates, [Conditional(log.exp()) for log in logs])
+    assert isinstance(mixture, Conditional)
+    assert torch.allclose(joined.softmax(-1), mixture.weights)
 
 
 def test_a_mixture_of_balanced_plans_need_not_be_balanced() -> None:
