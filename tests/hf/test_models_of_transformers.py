@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -272,6 +273,18 @@ def test_the_cache_does_not_grow() -> None:
     made = model(("squared_affine", "ska(power=1)"))
     sizes = [made(tokens(1, n), use_cache=True)[hf.CACHE].memory().nbytes for n in (8, 64)]
     assert sizes[0] == sizes[1]
+
+
+@torch.no_grad()
+def test_states_that_nobody_asks_for_are_not_kept() -> None:
+    """The inputs of all blocks were held until the call ended."""
+    peaks = []
+    for count in (1, 9):
+        made = model(("retention",) * count).model
+        with LiveMemory() as held:
+            made(tokens(1, 512), use_cache=False)
+        peaks.append(held.peak)
+    assert peaks[1] - peaks[0] < 4 * 512 * 32 * 4  # eight states less
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

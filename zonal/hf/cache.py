@@ -3,7 +3,7 @@ of transformers.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,6 +16,7 @@ from zonal.algebra import Operator
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.memory import Criterion, Memory, Reading
+from zonal.models.causal_lm import CausalLM
 from zonal.models.memory import ModelMemory
 from zonal.nn import LayerMemory
 from zonal.nn.memory import LayerDecoder, Past
@@ -185,20 +186,18 @@ class ZonalCache(OperatorCache):
 
     # --- for the model ----------------------------------------------------------------------------------------------
 
-    def begin(
-        self, x: Tensor, real: Tensor | None, layers: int, empty: Callable[[], ModelMemory]
-    ) -> tuple[Sequence[Past], Tensor, Tensor | None]:
-        """The pasts of all layers, and the input and padding mask that are to be read after them: those given, behind
-        tokens that are to be read again. layers: their number in the model. empty: makes the memory to start from.
+    def begin(self, model: CausalLM, x: Tensor, real: Tensor | None) -> tuple[Sequence[Past], Tensor, Tensor | None]:
+        """The pasts of all layers of the model, and the input and padding mask that are to be read after them: those
+        given, behind tokens that are to be read again.
         """
         if not self._pasts:
-            start = empty()
+            start = model.empty_memory(len(x), x.dtype, x.device)
             self._pasts = [*start.layers]
             self._origin = start.origin
-        if len(self._pasts) != layers or self.batch_size != len(x):
+        if len(self._pasts) != len(model.blocks) or self.batch_size != len(x):
             raise ArgumentError(
                 f"ZonalCache: the cache holds {len(self._pasts)} layers of {self.batch_size} sequences, and the call "
-                f"is of {layers} layers and {len(x)} sequences. Use a cache of this model and batch."
+                f"is of {len(model.blocks)} layers and {len(x)} sequences. Use a cache of this model and batch."
             )
         again, self._again = self._again, None
         if again is not None:

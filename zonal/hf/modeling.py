@@ -1,10 +1,8 @@
 """The models of this library for transformers: classes for generate, Trainer, PEFT, pipelines and the Auto classes."""
 
 import functools
-import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +25,6 @@ from zonal.errors import ArgumentError
 from zonal.hf.cache import CACHE, OperatorCache, ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.packing import document_offsets
-from zonal.memory import Criterion, Reading
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
@@ -204,15 +201,23 @@ class ZonalModel(ZonalPreTrainedModel):
                 "ZonalModel: packed documents (position_ids that start again from 0) begin afresh and take no cache. "
                 "Leave the cache out."
             )
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        inputs: list[Tensor] | None = [] if wanted else None
         if offsets is not None:
             cache = None
-            states, *_ = self._blocks(x.flatten(0, 1)[None], {"cu_seqlens": offsets}, itertools.repeat(None))
-            states = [state.view_as(x) for state in states]
+            passed = self.core._through(x.flatten(0, 1)[None], cu_seqlens=offsets, inputs=inputs)
         elif cache is None:
-            states, *_ = self._blocks(x, {"key_padding_mask": real}, itertools.repeat(None))
+            passed = self.core._through(x, key_padding_mask=real, inputs=inputs)
         else:
-            states = self._after(cache, x, real)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+            assert isinstance(self.core, Decoder)
+            pasts, read, real = cache.begin(self.core, x, real)
+            passed = self.core._through(read, pasts, key_padding_mask=real, report=cache.report, inputs=inputs)
+            cache.end(passed.pasts, passed.readings)
+        states = [*(inputs or ()), self.core.norm(passed.hidden)]
+        if offsets is not None:
+            states = [state.view_as(x) for state in states]
+        elif cache is not None:  # without the tokens that were read again
+            states = [state[:, -x.shape[1] :] for state in states]
         # by position here and below: the cache's name is that of the version of transformers
         return BaseModelOutputWithPast(states[-1], cache, tuple(states) if wanted else None)
 
@@ -261,38 +266,6 @@ class ZonalModel(ZonalPreTrainedModel):
         real = mask[:, -length:].bool()
         # reading ``all`` would break a traced graph, which therefore always takes the mask
         return real if torch.compiler.is_compiling() or not bool(real.all()) else None
-
-    def _blocks(
-        self,
-        x: Tensor,
-        masks: Mapping[str, Tensor | None],
-        pasts: Iterable[Past | None],
-        report: Mapping[int, bool | Criterion] = MappingProxyType({}),
-    ) -> tuple[list[Tensor], list[Past], dict[int, Reading]]:
-        """The input of each block and the last hidden state; where blocks continue from pasts, those after x; and the
-        readings of the blocks of ``report``.
-        """
-        core, records, states, after, readings = self.core, (x,), [], [], {}
-        for index, (block, past) in enumerate(zip(core.blocks.children(), pasts, strict=False)):
-            states.append(records[-1])
-            # a tensor where there is one record: reentrant checkpoints see gradients of tensors only
-            read = block(records[0] if len(records) == 1 else records, past, **masks, report=report.get(index, False))
-            y, *kept = read if isinstance(read, tuple) else (read,)
-            records = core.history.kept(records, y)
-            after += kept[:1]
-            if kept[1:]:
-                readings[index] = kept[1]
-        return [*states, core.norm(core.history(records))], after, readings
-
-    def _after(self, cache: ZonalCache, x: Tensor, real: Tensor | None) -> list[Tensor]:
-        """The states of x after what is in the cache, which then holds x as well."""
-        core, tokens = self.core, x.shape[1]
-        assert isinstance(core, Decoder)
-        empty = functools.partial(core.empty_memory, x.shape[0], x.dtype, x.device)
-        pasts, x, real = cache.begin(x, real, len(core.blocks), empty)
-        states, after, readings = self._blocks(x, {"key_padding_mask": real}, pasts, cache.report)
-        cache.end(after, readings)
-        return [state[:, -tokens:] for state in states]
 
 
 class ZonalLanguageModel(ZonalPreTrainedModel):

@@ -14,10 +14,9 @@ from zonal.models import files
 from zonal.models.config import ModelConfig
 from zonal.models.decoder import ModelDecoder
 from zonal.models.memory import ModelMemory, fingerprint
-from zonal.models.parts import LanguageModel
+from zonal.models.parts import LanguageModel, Passed
 from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
-from zonal.nn import Records
 from zonal.nn.memory import Past, load_memories
 from zonal.nn.positions import check_masks
 
@@ -344,20 +343,12 @@ class CausalLM(LanguageModel):
         mask: Tensor | None,
         path: str,
         report: Mapping[int, bool | Criterion] = MappingProxyType({}),
-    ) -> tuple[Tensor, tuple[Past, ...], dict[int, Reading]]:
-        """The input of the last norm after the past of each layer, the new pasts, and the readings of ``report``."""
-        records: Records = (self._embed(tokens),)
-        stored = self._stored(tokens)
-        after, readings = [], {}
-        for index, (block, before) in enumerate(zip(self.blocks, layers, strict=True)):
-            x, layer, *reading = block(
-                records, before, key_padding_mask=mask, path=path, action_mask=stored, report=report.get(index, False)
-            )
-            if reading:
-                readings[index] = reading[0]
-            records = self.history.kept(records, x)
-            after.append(layer)
-        return self.history(records), tuple(after), readings
+    ) -> Passed:
+        """Run the blocks on tokens after the past of each layer."""
+        return self._through(
+            self._embed(tokens), layers, key_padding_mask=mask, path=path, action_mask=self._stored(tokens),
+            report=report,
+        )  # fmt: skip
 
     def _hidden_in_pieces(
         self, tokens: Tensor, piece: int, mask: Tensor | None, cu_seqlens: Tensor | None, path: str

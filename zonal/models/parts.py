@@ -1,7 +1,8 @@
 """Parts of a model, made from the names in its config, and what models of tokens share."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
+from zonal.memory import Criterion, Reading
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
@@ -28,6 +30,7 @@ from zonal.nn import (
 )
 from zonal.nn.block import FeedForward
 from zonal.nn.linear import plain
+from zonal.nn.memory import Past
 from zonal.nn.norm import accumulation_dtype
 from zonal.nn.stage import LATEST
 
@@ -47,6 +50,19 @@ class Predictions(NamedTuple):
     target: Tensor
     row: Tensor
     loss: Tensor
+
+
+class Passed(NamedTuple):
+    """What a pass through the blocks of a model gives.
+
+    hidden: the input of the last norm, (B, T, dim).
+    pasts: of each block, after the tokens; none where the blocks continue from none.
+    readings: of the blocks that report.
+    """
+
+    hidden: Tensor
+    pasts: tuple[Past, ...]
+    readings: dict[int, Reading]
 
 
 def mlp_of(config: ModelConfig) -> FeedForward | None:
@@ -159,12 +175,11 @@ class LanguageModel(nn.Module):
         action_mask: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> the input of the output head, (B, T, dim). Arguments as in ``forward``."""
-        records: Records = (self._embed(tokens),)
-        stored = self._stored(tokens, action_mask)
-        for block in self.blocks:
-            x = block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored)
-            records = self.history.kept(records, x)
-        return self.norm(self.history(records))
+        passed = self._through(
+            self._embed(tokens), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
+            action_mask=self._stored(tokens, action_mask),
+        )  # fmt: skip
+        return self.norm(passed.hidden)
 
     def reads(self, tokens: int) -> tuple[Tensor, ...]:
         """The inputs that each layer can read, bool (T, T) per layer, for ``tokens`` tokens. These are the layers of
@@ -252,6 +267,43 @@ class LanguageModel(nn.Module):
         for index, block in enumerate(self._blocks()):
             yield index, block.attention, block.mixing().charted(records)
             records = self.history.kept(records, block(records, path=path, action_mask=self._stored(tokens)))
+
+    def _through(
+        self,
+        x: Tensor,
+        pasts: Sequence[Past] | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+        action_mask: Tensor | None = None,
+        report: Mapping[int, bool | Criterion] = MappingProxyType({}),
+        inputs: list[Tensor] | None = None,
+    ) -> Passed:
+        """Run the blocks on embedded tokens x (B, T, dim).
+
+        Args:
+            pasts: what each block continues from. None: no past.
+            report: blocks, by index, whose past says what it knows of the queries of the tokens.
+            inputs: a list that gets the input of each block. None: they are not kept.
+        """
+        records: Records = (x,)
+        after, readings = [], {}
+        before = [None] * len(self.blocks) if pasts is None else pasts
+        for index, (block, past) in enumerate(zip(self.blocks, before, strict=True)):
+            if inputs is not None:
+                inputs.append(records[-1])
+            found = block(
+                # a tensor where there is one record: reentrant checkpoints see gradients of tensors only
+                records[0] if len(records) == 1 else records, past, key_padding_mask=key_padding_mask,
+                cu_seqlens=cu_seqlens, path=path, action_mask=action_mask, report=report.get(index, False),
+            )  # fmt: skip
+            y, *kept = found if isinstance(found, tuple) else (found,)
+            records = self.history.kept(records, y)
+            after += kept[:1]
+            if kept[1:]:
+                readings[index] = kept[1]
+        return Passed(self.history(records), tuple(after), readings)
 
     def _hidden_in_pieces(
         self, tokens: Tensor, piece: int, mask: Tensor | None, cu_seqlens: Tensor | None, path: str
