@@ -128,14 +128,22 @@ def entry_of(layers: Sequence[str]) -> str:
     return f"[{', '.join(spec if times == 1 else f'{spec}*{times}' for spec, times in parts)}]"
 
 
-def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool], TokenMixer]) -> TokenMixer:
+def mixer(
+    spec: str,
+    dim: int,
+    attention: Callable[[str, int, int | None, bool], TokenMixer],
+    share: int = 1,
+    gated: bool = False,
+) -> TokenMixer:
     """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or an attention layer made by ``attention``.
 
     Args:
         spec: the name of the layer, with arguments.
         dim: the width.
-        attention: makes an attention layer. It takes a spec, the number of parts of a mixture that share the heads (1:
-            no mixture), the size of lifted queries and keys (None: no lift), and whether the layer has a key gate.
+        attention: makes an attention layer. It takes a spec, ``share``, the size of lifted queries and keys (None: no
+            lift), and ``gated``.
+        share: the number of parts of a mixture that share the heads. 1: no mixture.
+        gated: whether the layer has a key gate.
 
     Raises:
         ArgumentError: names or arguments are unknown, or sizes do not fit.
@@ -145,15 +153,12 @@ def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool],
         return specs.made(spec, RECURRENCES, {"dim": dim})
     inside, size = _inside(spec)
     if not inside:
-        return attention(spec, 1, None, False)
+        return attention(spec, share, None, gated)
     if name == LIFTED:
-        return attention(inside[0], 1, size, False)
+        return attention(inside[0], share, size, gated)
     if name == GATED:
-        return mixer(inside[0], dim, lambda inner, share, lift, _: attention(inner, share, lift, True))
-    share = len(inside)
-    return Mixture(
-        [mixer(part, dim, lambda inner, _, lift, gated: attention(inner, share, lift, gated)) for part in inside], size
-    )
+        return mixer(inside[0], dim, attention, share, gated=True)
+    return Mixture([mixer(part, dim, attention, len(inside)) for part in inside], size)
 
 
 def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...], int]:
