@@ -69,8 +69,7 @@ class OperatorCache(Cache, abc.ABC):
                 f"{type(self).__name__}.memory: a cache that a model has read tokens into is required. Call the model "
                 "with it first."
             )
-        layers = (past.value() if isinstance(past, LayerDecoder) else past for past in self._pasts)
-        return ModelMemory(tuple(layers), self._origin)
+        return ModelMemory(tuple(past.value() for past in self._pasts), self._origin)
 
     def fork(self) -> Self:
         """A copy that goes on by itself. It reports on the same layers, and records if this cache does, from now on."""
@@ -345,7 +344,7 @@ class MemoryCache(OperatorCache):
             with torch.no_grad():
                 self.readings[layer] = past.memory.read(q, report=report)
         if self._recording:
-            past = past.value() if isinstance(past, LayerDecoder) else past
+            past = past.value()
             self._records.setdefault(layer, []).append(_Tokens(past, k, v, real))
         elif isinstance(past, LayerMemory) and past.memory.count:
             past = past.decoder()

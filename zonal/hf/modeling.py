@@ -30,7 +30,7 @@ from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
-from zonal.nn.memory import LayerDecoder, Past
+from zonal.nn.memory import Past
 from zonal.stretch import active
 
 # arguments of other models, which would change the output
@@ -105,7 +105,7 @@ class CheckpointedBlock(Block, GradientCheckpointingLayer):
                     "ZonalModel: a block that reads a cache, or with residual='dense' a tuple of tensors, loses their "
                     "gradients in a reentrant checkpoint. Enable checkpointing with use_reentrant=False."
                 )
-            if isinstance(past, LayerDecoder):  # which takes tokens in place, and the backward pass reads them again
+            if past is not None:  # a decoder takes tokens in place, and the backward pass reads them again
                 past = past.value()
         return super().__call__(records, past, **others)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zonal.models.memory import ModelMemory
-from zonal.nn.memory import LayerDecoder, Past
+from zonal.nn.memory import Past
 
 
 class Reader(Protocol):
@@ -41,8 +41,7 @@ class ModelDecoder:
 
     def memory(self) -> ModelMemory:
         """The memory of all tokens so far. Later steps do not change it."""
-        layers = (layer.value() if isinstance(layer, LayerDecoder) else layer for layer in self._layers)
-        return ModelMemory(tuple(layers), self._origin)
+        return ModelMemory(tuple(layer.value() for layer in self._layers), self._origin)
 
     def gather(self, index: Sequence[int] | Tensor) -> "ModelDecoder":
         """A decoder of the sequences ``index``, in this order. Rows may be left out or repeated. This decoder does not

@@ -130,6 +130,10 @@ class LayerMemory:
         padding = _padding(self.padding, key_padding_mask)
         return LayerMemory(absorbed, tail, self.length + tokens, padding, carried or {})
 
+    def value(self) -> "LayerMemory":
+        """This memory, as ``LayerDecoder.value`` gives one: either may be the past of a layer."""
+        return self
+
     def decoder(self) -> LayerDecoder:
         """A decoder that continues from here; the layer takes it in place of a memory. This memory is not changed."""
         others = tuple(other.decoder() for other in self.others)
