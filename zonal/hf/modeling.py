@@ -1,5 +1,6 @@
 """The models of this library for transformers: classes for generate, Trainer, PEFT, pipelines and the Auto classes."""
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Mapping
@@ -26,7 +27,6 @@ from zonal.hf.cache import CACHE, OperatorCache, ZonalCache, start_generation
 from zonal.hf.configuration import ZonalConfig, ZonalVisionConfig
 from zonal.hf.packing import document_offsets
 from zonal.models.causal_lm import CausalLM
-from zonal.models.config import ModelConfig
 from zonal.models.encoder import VisionEncoder
 from zonal.models.text_encoder import TextEncoder
 from zonal.nn import Block, Records
@@ -142,7 +142,7 @@ class ZonalModel(ZonalPreTrainedModel):
 
     def __init__(self, config: ZonalConfig) -> None:
         super().__init__(config)
-        shape = ModelConfig.from_dict({**config.shape.to_dict(), "tie_embeddings": True})  # the head is lm_head
+        shape = dataclasses.replace(config.shape, tie_embeddings=True)  # the head is lm_head
         self.core: Decoder | Encoder = Decoder(shape) if config.causal else Encoder(shape)
         self.gradient_checkpointing = False
         self.post_init()
@@ -152,7 +152,7 @@ class ZonalModel(ZonalPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.core.embedding = value
-        self.core.config = ModelConfig.from_dict({**self.core.config.to_dict(), "vocab_size": value.num_embeddings})
+        self.core.config = dataclasses.replace(self.core.config, vocab_size=value.num_embeddings)
 
     @can_return_tuple
     def forward(
