@@ -146,7 +146,7 @@ class _Conversion:
         say("Layers from the best to convert to the worst: " + ", ".join(f"{i} ({found[i]:+.4f})" for i in order))
         if settings.plan:
             self.timed({"before": self.original})
-            say(f"The plan is in {self._written(settings.work)}. Without --plan, the same command converts.")
+            say(f"The plan is in {self._written()}. Without --plan, the same command converts.")
             return True
         count = len(order) if settings.to == "all" else max(1, len(order) // 2)
         chosen = self._once("chosen", lambda: sorted(order[:count]))
@@ -160,7 +160,7 @@ class _Conversion:
         model.eval()
         after = self._once("after", lambda: self.measured(model, "the converted model"))
         self.timed({"before": self.original, "after": model})
-        page = self._written(settings.work)
+        page = self._written()
         with store.staged_folder(settings.out) as folder:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -262,9 +262,9 @@ class _Conversion:
     def _keep(self) -> None:
         store.write_checked(self.settings.work / RECORD, self.record)
 
-    def _written(self, folder: Path) -> Path:
+    def _written(self) -> Path:
         self._keep()
-        return report.write(folder / "report.html", self.record)
+        return report.write(self.settings.work / "report.html", self.record)
 
 
 def _positions(model: Any) -> int | None:
