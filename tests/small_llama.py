@@ -1,4 +1,4 @@
-"""A small Llama and its tokenisers, which tests of transformers share."""
+"""Small decoders of transformers and their tokenisers, which tests share."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +17,19 @@ SIZES: dict[str, Any] = {
 }
 
 
+def decoder(kind: str, **settings: Any) -> Any:
+    """A decoder of transformers that knows 29 tokens, for inference, with the same weights each time."""
+    import transformers  # takes seconds, which tests of the sizes alone should not wait
+
+    torch.manual_seed(0)
+    made = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    tokens = {"vocab_size": 29, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    return made(made.config_class(**tokens, **settings)).eval()
+
+
 def word_tokenizer(words: Iterable[str]) -> Any:
     """One token for each word. The first is also the unknown word and the end of a text."""
-    import transformers  # takes seconds, which tests of the sizes alone should not wait
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     numbers = {word: index for index, word in enumerate(words)}

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES
+from small_llama import SIZES, decoder
 
 from zonal import hf
 from zonal.errors import ArgumentError
 
 
 def llama(operator: Any = "squared_affine", **conversion: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=29, pad_token_id=0, eos_token_id=None, **SIZES)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = decoder("Llama", **SIZES)
     hf.convert(model, operator, cache="memory", **conversion)
     return model
 
@@ -160,8 +158,7 @@ def test_layers_by_index_by_mapping_and_by_function() -> None:
 
 @torch.no_grad()
 def test_a_layer_that_reads_twice_is_refused() -> None:
-    torch.manual_seed(0)
-    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(vocab_size=29, **SIZES)).eval()
+    model = decoder("DiffLlama", **SIZES)
     wanted = model(drawn(1, 7)).logits
     hf.convert(model, "softmax", cache="memory")
     assert close(model(drawn(1, 7), use_cache=False).logits, wanted)
@@ -197,9 +194,7 @@ def test_a_copied_cache_reports_and_records_as_the_first() -> None:
 
 @torch.no_grad()
 def test_what_a_cache_does_not_take() -> None:
-    torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=29, **SIZES)).eval()
-    cache = hf.MemoryCache()
+    plain, cache = decoder("Llama", **SIZES), hf.MemoryCache()
     with pytest.raises(ArgumentError, match=r"Convert the model with zonal.hf.convert"):
         plain(drawn(1, 5), **{hf.CACHE: cache})
     model, cache = llama(), hf.MemoryCache()
@@ -276,12 +271,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_decoders_say_the_same_with_keys_and_with_memories(kind: str) -> None:
     """Phi, StableLM and GPT-NeoX turn a part of each head by position, a half or a quarter."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=29, pad_token_id=0, bos_token_id=1, eos_token_id=None, **DECODERS[kind]
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    tokens = drawn(2, 17)
+    model, tokens = decoder(kind, **DECODERS[kind]), drawn(2, 17)
     wanted = model(tokens).logits
     said = model.generate(tokens, max_new_tokens=9, do_sample=False)
     hf.convert(model, "softmax", cache="memory")
@@ -290,8 +280,7 @@ def test_decoders_say_the_same_with_keys_and_with_memories(kind: str) -> None:
 
 
 def test_soft_caps_are_refused_before_anything_changes() -> None:
-    config = transformers.Gemma2Config(vocab_size=29, pad_token_id=0, **SIZES)
-    model = transformers.Gemma2ForCausalLM(config)
+    model = decoder("Gemma2", **SIZES)
     with pytest.raises(ArgumentError, match="caps its logits"):
         hf.convert(model)
     assert type(model) is transformers.Gemma2ForCausalLM

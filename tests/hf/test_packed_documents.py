@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES
+from small_llama import SIZES, decoder
 from torch import Tensor
 
 from zonal import hf
@@ -26,11 +26,7 @@ def positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 
 
 def model(kind: str = "Llama", **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=29, pad_token_id=0, bos_token_id=1, eos_token_id=None, **(SIZES | options)
-    )
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return decoder(kind, **SIZES | options)
 
 
 def each_alone(made: Any, row: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
@@ -58,23 +54,19 @@ def test_each_document_is_as_if_alone(operator: str) -> None:
 DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 3},
     "Gemma2": {"attn_logit_softcapping": None, "sliding_window": 3},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+             "initializer_range": 0.3},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0, "dropout": 0.0},
     "GPTNeoX": {"attention_dropout": 0.0},
     "Qwen3": {},
     "Phi3": {"attention_dropout": 0.0, "resid_pdrop": 0.0},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
 def test_each_kind_of_decoder_packs(kind: str) -> None:
-    if kind == "GPT2":
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(vocab_size=29, initializer_range=0.3, **DECODERS[kind])
-        made: Any = transformers.GPT2LMHeadModel(config).eval()
-    else:
-        made = model(kind, **DECODERS[kind])
+    made = decoder(kind, **DECODERS[kind]) if kind == "GPT2" else model(kind, **DECODERS[kind])
     rows = tokens(rows=2)
     if kind == "OPT":  # which transformers itself does not pack
         hf.convert(made, "softmax")

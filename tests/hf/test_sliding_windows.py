@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_llama import SIZES
+from small_llama import SIZES, decoder
 from torch import Tensor
 
 from zonal import hf, prior
@@ -15,31 +15,23 @@ from zonal.errors import ArgumentError
 from zonal.hf import examine
 
 WINDOW = 5
+TYPES = ["sliding_attention", "full_attention"]
 # which layers have a window
 KINDS = {"Mistral": (True, True), "Gemma2": (True, False), "Gemma3": (True, False)}
 # whose attention knows its window only from the config
-BY_CONFIG = {"Exaone4": {}, "Qwen2Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}}
+BY_CONFIG = ("Exaone4", "Qwen2Moe")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Gemma2": {"layer_types": TYPES, "attn_logit_softcapping": None},
+    "Gemma3": {"layer_types": TYPES},
+    "Exaone4": {"layer_types": TYPES, "use_sliding_window": True},
+    "Qwen2Moe": {"layer_types": TYPES, "use_sliding_window": True, "num_experts": 2, "num_experts_per_tok": 1,
+                 "moe_intermediate_size": 16},
+}  # fmt: skip
 
 
 def model(kind: str) -> Any:
-    torch.manual_seed(0)
-    sizes = SIZES | {"vocab_size": 29, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    if kind == "Mistral":
-        config: Any = transformers.MistralConfig(**sizes, sliding_window=WINDOW)
-        return transformers.MistralForCausalLM(config).eval()
-    types = ["sliding_attention", "full_attention"]
-    if kind in BY_CONFIG:
-        config = getattr(transformers, f"{kind}Config")(
-            **sizes, **BY_CONFIG[kind], sliding_window=WINDOW, use_sliding_window=True, layer_types=types
-        )
-        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    if kind == "Gemma2":
-        config = transformers.Gemma2Config(
-            **sizes, sliding_window=WINDOW, layer_types=types, attn_logit_softcapping=None
-        )
-        return transformers.Gemma2ForCausalLM(config).eval()
-    config = transformers.Gemma3TextConfig(**sizes, sliding_window=WINDOW, layer_types=types)
-    return transformers.Gemma3ForCausalLM(config).eval()
+    return decoder(kind, **SIZES, sliding_window=WINDOW, **SETTINGS[kind])
 
 
 layerwise = pytest.mark.skipif(
@@ -48,11 +40,8 @@ layerwise = pytest.mark.skipif(
 
 
 def gemma4(**others: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = SIZES | {"vocab_size": 29, "pad_token_id": 0, "global_head_dim": 16} | others
-    types = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
-    kind: Any = transformers.Gemma4TextConfig
-    return transformers.Gemma4ForCausalLM(kind(**sizes, sliding_window=WINDOW, layer_types=types)).eval()
+    sizes: dict[str, Any] = SIZES | {"global_head_dim": 16} | others
+    return decoder("Gemma4", **sizes, sliding_window=WINDOW, layer_types=TYPES * (sizes["num_hidden_layers"] // 2))
 
 
 def drawn(*shape: int) -> Tensor:

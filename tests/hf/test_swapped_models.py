@@ -3,7 +3,6 @@ model.
 """
 
 import copy
-import importlib
 import pickle
 import re
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from small_llama import SIZES, decoder
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -230,47 +230,16 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hasattr(stubborn.layers[0], "operator")
 
 
-def their(kind: str, **options: Any) -> Any:
-    modeling = importlib.import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
-    sizes: dict[str, Any] = {
-        "Llama": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-        },
-        "Mistral": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 5,
-        },
-        "GPT2": {
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        },
-    }
-    torch.manual_seed(0)
-    config = getattr(modeling, f"{kind}Config")(
-        vocab_size=29,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        initializer_range=0.3,
-        **sizes[kind],
-        **options,
-    )
-    return getattr(modeling, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
+THEIRS: dict[str, dict[str, Any]] = {
+    "Llama": SIZES | {"head_dim": 12},
+    "Mistral": SIZES | {"sliding_window": 5},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+             "resid_pdrop": 0.0, "initializer_range": 0.3},
+}  # fmt: skip
+
+
+def their(kind: str) -> Any:
+    return decoder(kind, **THEIRS[kind])
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "GPT2"])
