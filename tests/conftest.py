@@ -54,7 +54,8 @@ def named(item: pytest.Item) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Of a test with many cases `make test` makes those that tiers.py names, or a cover.
 
-    More than half of all cases are left out: to make them as well, and deselect them, takes seconds.
+    More than half of all cases are left out: to make them as well, and deselect them, takes seconds. pytest has no
+    public way to leave out cases that its decorators name, so this changes its own list.
     """
     yield
     cases, name = metafunc._calls, named(metafunc.definition)

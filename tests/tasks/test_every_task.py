@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from tasks.batches import same
 
 from zonal import tasks
 from zonal.errors import ArgumentError
@@ -21,14 +22,6 @@ def task(request):
     if request.param == "mqar":
         return MQAR(200, train_segments=SEGMENTS, test_segments=SEGMENTS)
     return tasks.resolve(request.param)
-
-
-def same(left, right):
-    return (
-        torch.equal(left.tokens, right.tokens)
-        and torch.equal(left.targets, right.targets)
-        and left.slices == right.slices
-    )
 
 
 def test_batches_are_functions_of_their_number(task):

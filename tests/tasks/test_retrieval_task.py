@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tasks.batches import same
 
 from zonal import tasks
 from zonal.errors import ArgumentError
@@ -20,14 +21,6 @@ def task():
         test_examples=5,
         transfer_examples=7,
         seed=3,
-    )
-
-
-def same(left, right):
-    return (
-        torch.equal(left.tokens, right.tokens)
-        and torch.equal(left.targets, right.targets)
-        and left.slices == right.slices
     )
 
 

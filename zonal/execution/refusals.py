@@ -11,7 +11,7 @@ from zonal.algebra.declaration import require_values
 from zonal.algebra.refusals import leak
 from zonal.errors import ArgumentError
 from zonal.memory.form import FLOATS
-from zonal.memory.incoming import check_beside, check_biased
+from zonal.memory.incoming import check_biases_taken, check_key_inputs
 
 _AXES = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
 
@@ -53,7 +53,7 @@ def check_tokens(
             f"at least one. {_AXES}"
         )
     batch, kv_heads, keys, _ = k.shape
-    check_beside("attention", (batch, kv_heads, keys), k.device, key_padding_mask, log_decay, key_bias)
+    check_key_inputs("attention", (batch, kv_heads, keys), k.device, key_padding_mask, log_decay, key_bias)
 
 
 def check_packing(cu_seqlens: Tensor | None, batch: int) -> None:
@@ -78,7 +78,7 @@ def check_taken(
         raise ArgumentError(
             f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
         )
-    check_biased("attention", operator.name, tags, log_decay, key_bias)
+    check_biases_taken("attention", operator.name, tags, log_decay, key_bias)
     if key_bias is not None and tags.couples and not torch_func.mapped(key_bias):  # no path takes a mapped one
         require_values(
             ~torch.isneginf(key_bias).any(),

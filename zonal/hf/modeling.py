@@ -205,13 +205,13 @@ class ZonalModel(ZonalPreTrainedModel):
         inputs: list[Tensor] | None = [] if wanted else None
         if offsets is not None:
             cache = None
-            passed = self.core._through(x.flatten(0, 1)[None], cu_seqlens=offsets, inputs=inputs)
+            passed = self.core._run_blocks(x.flatten(0, 1)[None], cu_seqlens=offsets, inputs=inputs)
         elif cache is None:
-            passed = self.core._through(x, key_padding_mask=real, inputs=inputs)
+            passed = self.core._run_blocks(x, key_padding_mask=real, inputs=inputs)
         else:
             assert isinstance(self.core, Decoder)
             pasts, read, real = cache.begin(self.core, x, real)
-            passed = self.core._through(read, pasts, key_padding_mask=real, report=cache.report, inputs=inputs)
+            passed = self.core._run_blocks(read, pasts, key_padding_mask=real, report=cache.report, inputs=inputs)
             cache.end(passed.pasts, passed.readings)
         states = [*(inputs or ()), self.core.norm(passed.hidden)]
         if offsets is not None:

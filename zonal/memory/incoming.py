@@ -44,12 +44,12 @@ def check_tokens(
             raise ArgumentError(
                 f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."
             )
-    check_beside("Memory.absorb", (form.batch, form.heads, n), form.device, mask, log_decay, key_bias)
-    check_biased("Memory.absorb", operator.name, operator.tags, log_decay, key_bias)
+    check_key_inputs("Memory.absorb", (form.batch, form.heads, n), form.device, mask, log_decay, key_bias)
+    check_biases_taken("Memory.absorb", operator.name, operator.tags, log_decay, key_bias)
     _check_numbers({"k": k, "v": v, "log_decay": log_decay, "key_bias": key_bias, "key_gate": key_gate}, mask)
 
 
-def check_beside(
+def check_key_inputs(
     call: str,
     shape: tuple[int, int, int],
     device: torch.device,
@@ -117,7 +117,7 @@ def prepared(
     return Tokens(keys, v, mask, decay_of(bound, k, mask, log_decay), key_bias)
 
 
-def check_biased(call: str, name: str, tags: Tags, log_decay: Tensor | None, key_bias: Tensor | None) -> None:
+def check_biases_taken(call: str, name: str, tags: Tags, log_decay: Tensor | None, key_bias: Tensor | None) -> None:
     """Raise ArgumentError, which begins with ``call``, for decays or biases that operator ``name`` does not take."""
     who = f"{call}: operator {name!r}"
     if log_decay is not None and tags.window:
@@ -145,4 +145,4 @@ def decay_of(bound: Bound, k: Tensor, mask: Tensor | None, given: Tensor | None)
     return decay if mask is None else torch.where(mask[:, None], decay, 0.0)
 
 
-__all__ = ["check_beside", "check_biased", "check_tokens", "decay_of", "prepared"]
+__all__ = ["check_biases_taken", "check_key_inputs", "check_tokens", "decay_of", "prepared"]

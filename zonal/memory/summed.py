@@ -62,8 +62,8 @@ class Summed(Memory):
 
     @abc.abstractmethod
     def added(self, other: Self, whole: Self) -> Self:
-        """``whole``, which is this memory as the other's time fades it, with the count, padding and borders of both,
-        and the other's sums in it.
+        """This memory followed by ``other``. whole: this memory, faded by the decays of the other's tokens, with the
+        count, padding and borders of both already; the other's sums are still to be added.
         """
 
     @abc.abstractmethod

@@ -345,7 +345,7 @@ class CausalLM(LanguageModel):
         report: Mapping[int, bool | Criterion] = MappingProxyType({}),
     ) -> Passed:
         """Run the blocks on tokens after the past of each layer."""
-        return self._through(
+        return self._run_blocks(
             self._embed(tokens), layers, key_padding_mask=mask, path=path, action_mask=self._stored(tokens),
             report=report,
         )  # fmt: skip

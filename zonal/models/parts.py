@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
         action_mask: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> the input of the output head, (B, T, dim). Arguments as in ``forward``."""
-        passed = self._through(
+        passed = self._run_blocks(
             self._embed(tokens), key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             action_mask=self._stored(tokens, action_mask),
         )  # fmt: skip
@@ -268,7 +268,7 @@ class LanguageModel(nn.Module):
             yield index, block.attention, block.mixing().charted(records)
             records = self.history.kept(records, block(records, path=path, action_mask=self._stored(tokens)))
 
-    def _through(
+    def _run_blocks(
         self,
         x: Tensor,
         pasts: Sequence[Past] | None = None,
