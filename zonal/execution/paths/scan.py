@@ -10,6 +10,7 @@ exp(-c_s), dL/dc_t = dy_t . y_t - v_t . dv_t.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -197,9 +198,96 @@ class _Scan:
         """The state before the first key."""
         return self.q.new_zeros(self.batch, self.kv, self.job.features.dimension(self.dim), self.v.shape[-1])
 
+    def reversed(self, kept: Sequence[Tensor | None], stride: int) -> Iterator[tuple[Step, Tensor | None]]:
+        """Steps from the last to the first, each with the state before it, from the states at every so many steps."""
+        for part in range(len(kept) - 1, -1, -1):
+            first = part * stride
+            segment, states = self.steps[first : first + stride], [kept[part]]
+            for index, step in enumerate(segment[:-1], first):
+                states.append(self.advanced(states[-1], step) if self.needs_state(index) else states[-1])
+            yield from zip(reversed(segment), reversed(states), strict=True)
+
     def needs_state(self, index: int) -> bool:
         """Whether anything reads the state after step ``index``."""
         return self.job.wanted or any(step.t1 > step.t0 for step in self.steps[index + 1 :])
+
+
+class _Gradients:
+    """Gradients of one call, added up from its last step to its first.
+
+    state: the gradient with respect to the state after the step that comes next.
+    """
+
+    def __init__(self, scan: _Scan, c: Tensor, state: Tensor | None, *, needs_c: bool, needs_scale: bool) -> None:
+        self.scan, self.coefficients, self.state = scan, c, state
+        self.q, self.k, self.v = torch.zeros_like(scan.q), torch.zeros_like(scan.k), torch.zeros_like(scan.v)
+        self.c = torch.zeros_like(c, dtype=torch.float64) if needs_c else None
+        self.scale: Tensor | None = None
+        if needs_scale and scan.scale is not None:  # (Hkv, 1 or G, m)
+            self.scale = scan.q.new_zeros(scan.kv, *scan.scale.shape[2:4], dtype=torch.float64)
+
+    def add(self, step: Step, state: Tensor | None, dy: Tensor) -> None:
+        """The part of a step that reads ``state``; dy (B, H, t, P)."""
+        scan, block = self.scan, self.scan.block(step)
+        if self.state is not None and step.s1 > step.s0:
+            self.state = self._absorbed(step, block, self.state)
+        if step.t1 == step.t0:
+            return
+        dy = dy.unflatten(1, (scan.kv, scan.job.groups)).flatten(2, 3)
+        dq = None if state is None else self._past(block, state, dy)
+        if block.within:
+            near = self._near(step, block, dy)
+            dq = near if dq is None else dq + near
+        if dq is not None:
+            self.q[:, :, step.t0 : step.t1] = dq.view(scan.batch, scan.heads, -1, scan.dim)
+
+    def _absorbed(self, step: Step, block: _Block, dstate: Tensor) -> Tensor:
+        """Through the state after the step, which has its keys; returned with respect to the state before them."""
+        features, keys = self.scan.job.features, slice(step.s0, step.s1)
+        weighted = block.v if block.tail is None else block.v * block.tail
+        self.k[:, :, keys] += features.vjp(block.k, weighted @ dstate.mT)
+        dweighted = features.write(block.k) @ dstate
+        self.v[:, :, keys] += dweighted if block.tail is None else dweighted * block.tail
+        return dstate if block.whole is None else dstate * block.whole
+
+    def _past(self, block: _Block, state: Tensor, dy: Tensor) -> Tensor:
+        """Through what the queries read from the state; returned with respect to them."""
+        scan, features = self.scan, self.scan.job.features
+        faded = dy if block.row is None else dy * block.row
+        scaled, phi = scan.scaled(state), features.write(block.q)
+        if scaled.shape[2] == 1:
+            moved = (phi.mT @ faded).unsqueeze(2)
+        else:
+            moved = phi.unflatten(2, (scan.job.groups, -1)).mT @ faded.unflatten(2, (scan.job.groups, -1))
+        if self.scale is not None:
+            self.scale += (moved * state.unsqueeze(2)).sum(-1).double().sum(0)
+        back = (moved if scan.scale is None else moved * scan.scale).sum(2)
+        self.state = back if self.state is None else self.state + back
+        return features.vjp(block.q, scan.against(faded, scaled.mT))
+
+    def _near(self, step: Step, block: _Block, dy: Tensor) -> Tensor:
+        """Through what the queries read from the keys of their own step; returned with respect to them."""
+        scan, link, keys = self.scan, self.scan.job.link, slice(step.s0, step.s1)
+        scores = scan.scores(block)
+        kernel = scores if scan.job.features.trivial else link.value(scores, self.coefficients)
+        self.v[:, :, keys] += scan.priored(kernel, block, step).mT @ dy
+        ds = scan.priored((dy @ block.v.mT).view(scan.batch, scan.heads, -1, block.k.shape[2]), block, step)
+        if not scan.job.features.trivial:
+            whole = ds.view(scores.shape)
+            if self.c is not None:
+                self.c += link.coefficient_vjp(scores, whole, self.coefficients).sum_to_size(self.c.shape)
+            ds = (whole * link.derivative(scores, self.coefficients)).view(ds.shape)
+        self.k[:, :, keys] += ds.mT @ block.q
+        return ds @ block.k
+
+    def monomials(self, monomials: Tensor) -> Tensor | None:
+        """The gradient of the link's monomials (degrees, 1 or H), from that of the factors of the state."""
+        if self.scale is None:
+            return None
+        # sum over the axis that the coefficients do not have: one row for all heads, or one a head
+        rows = self.scale.flatten(0, 1)
+        rows = rows if monomials.shape[1] > 1 else rows.sum(0, keepdim=True)
+        return self.scan.job.features.scale_vjp(rows, self.scan.dim, monomials.shape[0]).to(monomials)
 
 
 def _stride(scan: _Scan) -> int:
@@ -255,80 +343,17 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         no_second_derivative("chunked")
         q, k, v, c, monomials, decay, y, final, *stored = ctx.saved_tensors
-        job: Job = ctx.job
+        needs, job = ctx.needs_input_grad, ctx.job
         scan = _Scan(job, q, k, v, monomials, decay)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
-        dscale = None
-        needs_scale = ctx.needs_input_grad[4] and scan.scale is not None
-        dstate = dfinal if job.wanted else None
+        dfinal = dfinal if job.wanted else None
+        found = _Gradients(scan, c, dfinal, needs_c=needs[3], needs_scale=needs[4])
         left = iter(stored)
-        checkpoints = [None if empty else next(left) for empty in ctx.empty]
-        for part in range(len(checkpoints) - 1, -1, -1):
-            first = part * ctx.stride
-            segment = scan.steps[first : first + ctx.stride]
-            states = [checkpoints[part]]
-            for index, step in enumerate(segment[:-1], first):
-                states.append(scan.advanced(states[-1], step) if scan.needs_state(index) else states[-1])
-            for step, state in zip(reversed(segment), reversed(states), strict=True):
-                block = scan.block(step)
-                keys, queries = slice(step.s0, step.s1), slice(step.t0, step.t1)
-                if dstate is not None and step.s1 > step.s0:
-                    weighted = block.v if block.tail is None else block.v * block.tail
-                    dk[:, :, keys] += job.features.vjp(block.k, weighted @ dstate.mT)
-                    dweighted = job.features.write(block.k) @ dstate
-                    dv[:, :, keys] += dweighted if block.tail is None else dweighted * block.tail
-                    dstate = dstate if block.whole is None else dstate * block.whole
-                if step.t1 == step.t0:
-                    continue
-                grad = dy[:, :, queries].unflatten(1, (scan.kv, job.groups)).flatten(2, 3)
-                dq_block = None
-                if state is not None:
-                    faded = grad if block.row is None else grad * block.row
-                    scaled = scan.scaled(state)
-                    dq_block = job.features.vjp(block.q, scan.against(faded, scaled.mT))
-                    phi = job.features.write(block.q)
-                    if scaled.shape[2] == 1:
-                        moved = (phi.mT @ faded).unsqueeze(2)
-                    else:
-                        moved = phi.unflatten(2, (job.groups, -1)).mT @ faded.unflatten(2, (job.groups, -1))
-                    if needs_scale:
-                        part_scale = (moved * state.unsqueeze(2)).sum(-1).double().sum(0)
-                        dscale = part_scale if dscale is None else dscale + part_scale
-                    back = (moved if scan.scale is None else moved * scan.scale).sum(2)
-                    dstate = back if dstate is None else dstate + back
-                if block.within:
-                    scores = scan.scores(block)
-                    trivial = job.features.trivial
-                    kernel = scan.priored(scores if trivial else job.link.value(scores, c), block, step)
-                    dv[:, :, keys] += kernel.mT @ grad
-                    ds = scan.priored(
-                        (grad @ block.v.mT).view(scan.batch, scan.heads, -1, block.k.shape[2]), block, step
-                    )
-                    if not trivial:
-                        whole = ds.view(scores.shape)
-                        if dc is not None:
-                            dc += job.link.coefficient_vjp(scores, whole, c).sum_to_size(dc.shape)
-                        ds = (whole * job.link.derivative(scores, c)).view(ds.shape)
-                    near = ds @ block.k
-                    dq_block = near if dq_block is None else dq_block + near
-                    dk[:, :, keys] += ds.mT @ block.q
-                if dq_block is not None:
-                    dq[:, :, queries] = dq_block.view(scan.batch, scan.heads, -1, scan.dim)
-        ddecay = None
-        if decay is not None and ctx.needs_input_grad[5]:
-            ddecay = _decay_gradient(scan, dy, y, dv, dfinal if job.wanted else None, final)
-        dmonomials = None
-        if needs_scale:
-            if dscale is None:
-                dmonomials = torch.zeros_like(monomials)
-            else:
-                # sum over the axis that the coefficients do not have: one row for all heads, or one a head
-                rows = dscale.flatten(0, 1)
-                rows = rows if monomials.shape[1] > 1 else rows.sum(0, keepdim=True)
-                dmonomials = job.features.scale_vjp(rows, scan.dim, monomials.shape[0]).to(monomials)
-        initial = None if not ctx.needs_input_grad[6] else scan.empty() if dstate is None else dstate
-        return dq, dk, dv, None if dc is None else dc.to(c), dmonomials, ddecay, initial, None
+        for step, state in scan.reversed([None if empty else next(left) for empty in ctx.empty], ctx.stride):
+            found.add(step, state, dy[:, :, step.t0 : step.t1])
+        ddecay = _decay_gradient(scan, dy, y, found.v, dfinal, final) if decay is not None and needs[5] else None
+        initial = None if not needs[6] else scan.empty() if found.state is None else found.state
+        dc = None if found.c is None else found.c.to(c)
+        return found.q, found.k, found.v, dc, found.monomials(monomials), ddecay, initial, None
 
 
 def _decay_gradient(
