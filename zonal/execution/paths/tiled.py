@@ -288,9 +288,35 @@ class Gradients(NamedTuple):
     col: Tensor | None
 
 
+def _slope(
+    tiles: _Tiles, tile: _Tile, span: tuple[int, int, int, int], kernel: Tensor, ds: Tensor, out: Gradients
+) -> None:
+    """Turn ds, the gradient with respect to a tile's K, into that with respect to its S, in its place. In log space
+    log K is S with the prior added.
+
+    The gradients of the biases and of the link's coefficients are added to ``out``.
+    """
+    parts, (t0, t1, s0, s1) = tiles.parts, span
+    if parts.log:
+        dlog = ds.mul_(kernel)
+    else:
+        dlog = None if out.row is None and out.col is None else ds * kernel
+        if tile.prior is not None:
+            ds.mul_(tile.prior)
+        tile.cut_(ds)
+        spare = tiles.scratch.take("kernel", tuple(ds.shape))  # K is not needed any more
+        if out.c is not None:
+            out.c.add_(parts.link.coefficient_vjp_into(tile.score, ds, tiles.c, spare).sum_to_size(out.c.shape))
+        ds.mul_(parts.link.derivative_into(tile.score, tiles.c, spare))
+    if dlog is not None and out.row is not None:
+        out.row[..., t0:t1] += dlog.sum(-1).sum_to_size(out.row[..., t0:t1].shape)
+    if dlog is not None and out.col is not None:
+        out.col[..., s0:s1] += dlog.sum(-2).sum_to_size(out.col[..., s0:s1].shape)
+
+
 def _backward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, dy: Tensor, least: Tensor, out: Gradients) -> None:
     """Add the gradients of a few sequences to ``out``."""
-    parts, _, q, k, c, _, scratch = tiles
+    parts, _, q, k, _, _, scratch = tiles
     groups, online = parts.groups, parts.log and parts.anchor.normalises
     batch, heads, _, _ = q.shape
     shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
@@ -313,20 +339,7 @@ def _backward(tiles: _Tiles, v: Tensor, y: Tensor, factor: Tensor, dy: Tensor, l
             torch.bmm(dy_flat, v_tile.flatten(0, 1).mT, out=ds.view(flat))
             if shared is not None:
                 ds -= shared[:, :, t0:t1]
-            tilted = out.row is not None or out.col is not None
-            dlog = (ds.mul_(kernel) if parts.log else ds * kernel) if parts.log or tilted else None
-            if not parts.log:
-                if tile.prior is not None:
-                    ds.mul_(tile.prior)
-                tile.cut_(ds)
-                spare = scratch.take("kernel", shape)  # K is not needed any more
-                if out.c is not None:
-                    out.c.add_(parts.link.coefficient_vjp_into(tile.score, ds, c, spare).sum_to_size(out.c.shape))
-                ds.mul_(parts.link.derivative_into(tile.score, c, spare))
-            if dlog is not None and out.row is not None:
-                out.row[..., t0:t1] += dlog.sum(-1).sum_to_size(out.row[..., t0:t1].shape)
-            if dlog is not None and out.col is not None:
-                out.col[..., s0:s1] += dlog.sum(-2).sum_to_size(out.col[..., s0:s1].shape)
+            _slope(tiles, tile, (t0, t1, s0, s1), kernel, ds, out)
             if parts.score.bilinear:
                 dq_flat.baddbmm_(ds.view(flat), k_tile.flatten(0, 1))
                 _add_product(dk_all[:, s0:s1], ds.view(flat).mT, q_flat, scratch)
