@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zonal.evaluation.selection import Final, best_learning_rate, capped
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
@@ -239,7 +240,8 @@ def _words(
         assert best is not None  # ordered holds only rows with a value
         others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
         return f"{leader} reaches {name} {formats.spread(best)}{others}.", (*note, *state)
-    headline = _headline(data, ordered, labels, verdicts, all_learned=not unlearned)
+    scores = {row.operator: spread(list(_scores(data, row).values())) for row in ordered}
+    headline = _headline(_Standing(data, ordered, labels, verdicts, scores, not unlearned))
     return headline, (*note, *_differences(data, ordered, labels, verdicts), *_costs(rows, labels), *state)
 
 
@@ -262,68 +264,124 @@ def tied(data: ComparisonData, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _headline(
-    data: ComparisonData,
-    ordered: Sequence[Row],
-    labels: Mapping[str, str],
-    verdicts: Sequence[Verdict],
-    *,
-    all_learned: bool,
-) -> str:
-    """Who is ahead, of two operators or more that learned the task. all_learned: there are no others."""
-    name, leader = METRIC_NAMES[data.metric], labels[ordered[0].operator]
-    scores = {row.operator: spread(list(_scores(data, row).values())) for row in ordered}
-    best, sign = scores[ordered[0].operator], 1 if data.higher_is_better else -1
-    if len(stopped := _stopped(data, ordered)) > 1:
-        names = formats.enumerate_names([labels[operator] for operator in stopped])
-        return (
-            f"No clear winner: {names} {'both' if len(stopped) == 2 else 'all'} reach {name} {data.stop:g}, at which a "
-            "run stops. How many steps they took tells them apart."
-        )
-    behind = {verdict.other: verdict.behind for verdict in verdicts}
+class _Standing(NamedTuple):
+    """What the headline is read from. ordered: the operators that learned the task, the best first."""
+
+    data: ComparisonData
+    ordered: Sequence[Row]
+    labels: Mapping[str, str]
+    verdicts: Sequence[Verdict]
+    scores: Mapping[str, Spread]
+    all_learned: bool  # no other operator was compared
+
+    @property
+    def name(self) -> str:
+        return METRIC_NAMES[self.data.metric]
+
+    @property
+    def leader(self) -> str:
+        return self.labels[self.ordered[0].operator]
+
+    @property
+    def best(self) -> Spread:
+        return self.scores[self.ordered[0].operator]
+
+    def figures(self, second: str) -> str:
+        """The leader's number against that of another operator."""
+        told = formats.told_apart(self.best.mean, self.scores[second].mean)
+        return f"{' against '.join(told)} for {self.labels[second]}"
+
+
+def _headline(standing: _Standing) -> str:
+    """Who is ahead, of two operators or more that learned the task: the first case that holds."""
+    cases = (_all_stopped, _better_with_fewer_seeds, _the_same, _within, _beyond, _one_seed)
+    return next(words for case in cases if (words := case(standing)))
+
+
+def _all_stopped(standing: _Standing) -> str | None:
+    """Several reached the accuracy at which runs stop."""
+    stopped = _stopped(standing.data, standing.ordered)
+    if len(stopped) < 2:
+        return None
+    names = formats.enumerate_names([standing.labels[operator] for operator in stopped])
+    return (
+        f"No clear winner: {names} {'both' if len(stopped) == 2 else 'all'} reach {standing.name} "
+        f"{standing.data.stop:g}, at which a run stops. How many steps they took tells them apart."
+    )
+
+
+def _better_with_fewer_seeds(standing: _Standing) -> str | None:
+    """The leader has the most seeds, and another is better over fewer."""
+    best, sign = standing.best, 1 if standing.data.higher_is_better else -1
+    behind = {verdict.other: verdict.behind for verdict in standing.verdicts}
     fewer = [
-        f"{labels[operator]} {formats.number(found.mean)} ({found.n} seed{'s' * (found.n > 1)})"
-        for operator, found in scores.items()
+        f"{standing.labels[operator]} {formats.number(found.mean)} ({found.n} seed{'s' * (found.n > 1)})"
+        for operator, found in standing.scores.items()
         if found.n < best.n and (sign * (found.mean - best.mean) >= 0 or behind.get(operator, 0) < 0)
     ]
-    if fewer:
-        return (
-            f"No clear winner: {leader} has the best mean {name} of the operators with {best.n} seeds, "
-            f"{formats.number(best.mean)}. With fewer seeds: {formats.enumerate_names(fewer)}."
-        )
-    if len(equal := tied(data, ordered)) > 1:
-        names = formats.enumerate_names([labels[row.operator] for row in equal])
-        same = name if best.n == 1 else f"mean {name}"
-        seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
-        return f"{names} have the same {same}, {formats.number(best.mean)}, with {seeds}."
-    within = [labels[verdict.other] for verdict in verdicts if verdict.within]
-    beyond = [verdict for verdict in verdicts if verdict.within is False]
-    second = beyond[0].other if beyond and not within else ordered[1].operator
-    figures = " against ".join(formats.told_apart(best.mean, scores[second].mean)) + f" for {labels[second]}"
-    if within:
-        common = sorted({verdict.seeds for verdict in verdicts if verdict.within})
-        seeds = f"with {common[0]} seeds" if len(common) == 1 else f"with {common[0]} to {common[-1]} seeds"
-        if common[-1] < best.n:  # the means are over more
-            seeds += " in common"
-        if len(within) == len(ordered) - 1 > 1:
-            who = f"all {len(ordered)} operators{'' if all_learned else ' that learned the task'} are"
-        else:
-            who = f"{formats.enumerate_names(within)} {'is' if len(within) == 1 else 'are'}"
-        return (
-            f"No clear winner {seeds}: {who} within the spread of {leader}, which has the best mean {name}, {figures}."
-        )
-    if beyond:
-        unknown = [labels[row.operator] for row in ordered[1:] if row.operator not in {each.other for each in beyond}]
-        verb = "has" if len(unknown) == 1 else "have"
-        others = (
-            f" {formats.enumerate_names(unknown)} {verb} too few seeds to be told apart from it." if unknown else ""
-        )
-        return (
-            f"{leader} is ahead in {name}: {figures}. The difference, {formats.difference(beyond[0].behind)}, "
-            f"is larger than the spread over seeds.{others}"
-        )
-    seeds = "One seed" if second in behind else "Without a seed in common they"
-    return f"{leader} has the best {name}: {figures}. {seeds} cannot show whether that is more than chance."
+    if not fewer:
+        return None
+    return (
+        f"No clear winner: {standing.leader} has the best mean {standing.name} of the operators with {best.n} seeds, "
+        f"{formats.number(best.mean)}. With fewer seeds: {formats.enumerate_names(fewer)}."
+    )
+
+
+def _the_same(standing: _Standing) -> str | None:
+    """Several have the best mean."""
+    equal, best = tied(standing.data, standing.ordered), standing.best
+    if len(equal) < 2:
+        return None
+    names = formats.enumerate_names([standing.labels[row.operator] for row in equal])
+    same = standing.name if best.n == 1 else f"mean {standing.name}"
+    seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
+    return f"{names} have the same {same}, {formats.number(best.mean)}, with {seeds}."
+
+
+def _within(standing: _Standing) -> str | None:
+    """Some are within the spread of the leader."""
+    ordered, verdicts = standing.ordered, [verdict for verdict in standing.verdicts if verdict.within]
+    if not verdicts:
+        return None
+    common = sorted({verdict.seeds for verdict in verdicts})
+    seeds = f"with {common[0]} seeds" if len(common) == 1 else f"with {common[0]} to {common[-1]} seeds"
+    if common[-1] < standing.best.n:  # the means are over more
+        seeds += " in common"
+    if len(verdicts) == len(ordered) - 1 > 1:
+        who = f"all {len(ordered)} operators{'' if standing.all_learned else ' that learned the task'} are"
+    else:
+        names = formats.enumerate_names([standing.labels[verdict.other] for verdict in verdicts])
+        who = f"{names} {'is' if len(verdicts) == 1 else 'are'}"
+    return (
+        f"No clear winner {seeds}: {who} within the spread of {standing.leader}, which has the best mean "
+        f"{standing.name}, {standing.figures(ordered[1].operator)}."
+    )
+
+
+def _beyond(standing: _Standing) -> str | None:
+    """The leader is ahead of all that have enough seeds."""
+    beyond = [verdict for verdict in standing.verdicts if verdict.within is False]
+    if not beyond:
+        return None
+    known = {verdict.other for verdict in beyond}
+    unknown = [standing.labels[row.operator] for row in standing.ordered[1:] if row.operator not in known]
+    verb = "has" if len(unknown) == 1 else "have"
+    others = f" {formats.enumerate_names(unknown)} {verb} too few seeds to be told apart from it." if unknown else ""
+    return (
+        f"{standing.leader} is ahead in {standing.name}: {standing.figures(beyond[0].other)}. The difference, "
+        f"{formats.difference(beyond[0].behind)}, is larger than the spread over seeds.{others}"
+    )
+
+
+def _one_seed(standing: _Standing) -> str:
+    """The leader has the best number, and nobody knows the spread."""
+    second = standing.ordered[1].operator
+    common = any(verdict.other == second for verdict in standing.verdicts)
+    seeds = "One seed" if common else "Without a seed in common they"
+    return (
+        f"{standing.leader} has the best {standing.name}: {standing.figures(second)}. {seeds} cannot show whether that "
+        "is more than chance."
+    )
 
 
 def _differences(
