@@ -94,27 +94,12 @@ def checked_index(call: str, index: Sequence[int] | Tensor, batch: int) -> Tenso
 
 def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     """The rows of all memories, one memory's after another's."""
-    if not memories or not all(isinstance(memory, Batched) for memory in memories):
-        raise ArgumentError(f"Memory.{verb}: at least one Memory is required and nothing else, received {memories!r}.")
-    first = memories[0]
-    for other in memories[1:]:
-        check_alike(verb, first, other, free_batch=True)
-    names = [part.name for part in first.parts]
-    if any([part.name for part in memory.parts] != names for memory in memories):
-        shown = "; ".join(str([span.name for span in memory.spans()]) for memory in memories)
-        raise ArgumentError(
-            f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call "
-            "unnamed() on those that need not forget any more."
-        )
-    lengths = [[part.count for part in memory.parts] for memory in memories]
-    if first.by_rows and any(found != lengths[0] for found in lengths):
-        raise ArgumentError(
-            f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} "
-            "tokens. Pad them to one length, or call unnamed()."
-        )
+    _check_rows(verb, memories)
+    first, names = memories[0], [part.name for part in memories[0].parts]
     count = max(memory.count for memory in memories)
     if names:
-        count = sum(max(found) for found in zip(*lengths, strict=True))
+        counts = ([part.count for part in memory.parts] for memory in memories)
+        count = sum(max(found) for found in zip(*counts, strict=True))
     spare = [count - memory.count for memory in memories]
     if first.chunk is not None and (moving := [n for n in spare if n % first.chunk]):
         raise ArgumentError(
@@ -130,6 +115,28 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     whole = first.restored(first.operator, form, count, named, plain).keeping(aligned, torch.cat)
     parts = tuple(_joined_parts(verb, aligned, index) for index in range(len(names)))
     return replace(whole, parts=parts)
+
+
+def _check_rows(verb: str, memories: Sequence[Any]) -> None:
+    """Raise ArgumentError unless these are memories of one kind, form and operator, and have the same spans."""
+    if not memories or not all(isinstance(memory, Batched) for memory in memories):
+        raise ArgumentError(f"Memory.{verb}: at least one Memory is required and nothing else, received {memories!r}.")
+    first, *others = memories
+    for other in others:
+        check_alike(verb, first, other, free_batch=True)
+    spans = [[part.name for part in memory.parts] for memory in memories]
+    if any(found != spans[0] for found in spans):
+        shown = "; ".join(str([span.name for span in memory.spans()]) for memory in memories)
+        raise ArgumentError(
+            f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call "
+            "unnamed() on those that need not forget any more."
+        )
+    lengths = [[part.count for part in memory.parts] for memory in memories]
+    if first.by_rows and any(found != lengths[0] for found in lengths):
+        raise ArgumentError(
+            f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} "
+            "tokens. Pad them to one length, or call unnamed()."
+        )
 
 
 def check_alike(verb: str, first: Any, other: Any, *, free_batch: bool) -> None:
