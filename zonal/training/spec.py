@@ -87,18 +87,54 @@ class ComparisonSpec:
         # one name for one model, as its runs record it
         object.__setattr__(self, "operators", tuple(map(_one_name, self.operators)))
         object.__setattr__(self, "shapes", {_one_name(entry): model for entry, model in self.shapes.items()})
+        for name in ("seeds", "learning_rates", "labels"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.learning_rates:
+            object.__setattr__(self, "learning_rates", (self.training.learning_rate,))
+        whole_numbers("ComparisonSpec", self)
+        self._check_grid()
+        self._check_models()
+        # one name for one comparison; and no seed waits for others where there is one rate
+        if self.screening_seeds == len(self.seeds) or len(self.learning_rates) < 2:
+            object.__setattr__(self, "screening_seeds", None)
+        self.training.check_metric("ComparisonSpec", self.task.metric)
+        if self.budget_seconds is not None and not self.budget_seconds > 0:
+            raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
+        check_device(self.device)
+
+    def _check_grid(self) -> None:
+        """Operators, their labels, seeds and learning rates."""
+        same = {
+            "operators": tuple(map(canonical_layers, self.operators)),
+            "seeds": self.seeds,
+            "learning_rates": self.learning_rates,
+        }
+        for name, values in same.items():
+            if len(set(values)) != len(values):
+                raise ArgumentError(
+                    f"ComparisonSpec: {name} must not repeat, got {', '.join(map(str, getattr(self, name)))}."
+                )
+        if not self.operators or not self.seeds:
+            raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
+        if self.labels and len(self.labels) != len(self.operators):
+            raise ArgumentError(
+                f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}."
+            )
+        for rate in self.learning_rates:
+            replace(self.training, learning_rate=rate)
+        for seed in self.seeds:
+            replace(self.training, seed=seed)
+        if self.screening_seeds is not None and not 1 <= self.screening_seeds <= len(self.seeds):
+            raise ArgumentError(
+                "ComparisonSpec: screening_seeds must be at least 1 and at most the number of seeds "
+                f"({len(self.seeds)}), or None, got {self.screening_seeds}."
+            )
+
+    def _check_models(self) -> None:
+        """The model of each operator: each is another one, and they fit the task and the curriculum."""
         for entry in self.shapes:
             if entry not in self.operators:
                 raise ArgumentError(f"ComparisonSpec: shapes names {entry!r}, which is none of the operators.")
-        for name in ("operators", "seeds", "learning_rates", "labels"):
-            values = tuple(getattr(self, name))
-            object.__setattr__(self, name, values)
-            same = set(map(canonical_layers, values)) if name == "operators" else set(values)
-            if name != "labels" and len(same) != len(values):
-                raise ArgumentError(f"ComparisonSpec: {name} must not repeat, got {', '.join(map(str, values))}.")
-        whole_numbers("ComparisonSpec", self)
-        if not self.operators or not self.seeds:
-            raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         models: dict[str, dict[str, Any]] = {}
         for operator in self.operators:
             model = self.model_for(operator)  # refuses what is no model
@@ -110,32 +146,10 @@ class ComparisonSpec:
                     "Leave one out."
                 )
             models[operator] = declared
-        self.training.check_metric("ComparisonSpec", self.task.metric)
         if self.training.curriculum is not None:
             curriculum.check(
                 [layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec"
             )
-        if self.labels and len(self.labels) != len(self.operators):
-            raise ArgumentError(
-                f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}."
-            )
-        if not self.learning_rates:
-            object.__setattr__(self, "learning_rates", (self.training.learning_rate,))
-        for rate in self.learning_rates:
-            replace(self.training, learning_rate=rate)
-        for seed in self.seeds:
-            replace(self.training, seed=seed)
-        if self.screening_seeds is not None and not 1 <= self.screening_seeds <= len(self.seeds):
-            raise ArgumentError(
-                "ComparisonSpec: screening_seeds must be at least 1 and at most the number of seeds "
-                f"({len(self.seeds)}), or None, got {self.screening_seeds}."
-            )
-        # one name for one comparison; and no seed waits for others where there is one rate
-        if self.screening_seeds == len(self.seeds) or len(self.learning_rates) < 2:
-            object.__setattr__(self, "screening_seeds", None)
-        if self.budget_seconds is not None and not self.budget_seconds > 0:
-            raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
-        check_device(self.device)
         for model in (self.model, *self.shapes.values()):
             if model.vocab_size != self.task.vocab_size:
                 raise ArgumentError(
