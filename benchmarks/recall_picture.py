@@ -1,13 +1,13 @@
 """The picture of docs/recall_based.md, docs/recall_based.svg: pairs recalled against bytes that a model keeps.
 
-Both charts are of models that learned several sizes of recall at once, on the data of the Based paper. An operator that
-was trained with two kinds of initial weights stands with the better.
+The charts are of models that learned several sizes of recall at once, on the data of the Based paper: a row for each
+width of the models. An operator that was trained with two kinds of initial weights stands with the better.
 ``python -m benchmarks.recall_picture`` draws it again from the records.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +16,16 @@ from zonal import store
 from zonal.report import style
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ("mqar-based", "mqar-based-wide")
+RECORDS = {64: ("mqar-based", "mqar-based-wide"), 128: ("mqar-based-128",)}
+"""By the channels of the models."""
 PICTURE = ROOT / "docs" / "recall_based.svg"
 # pairs, tokens, and what training had of such texts
 CHARTS = ((64, 256, "the largest that was trained"), (128, 512, "longer than anything trained"))
 
 _WIDTH, _TOP, _PANEL = 900, 62, (360, 230)  # in pixels; the last of the axes
+_HIGH = _TOP + _PANEL[1] + 62  # a row of charts
 _TICKS = {1e4: "10 kB", 1e5: "100 kB", 1e6: "1 MB"}
-_ACROSS = Axis(8e3, 2e6, _PANEL[0])
+_ACROSS = Axis(8e3, 3e6, _PANEL[0])
 _COLUMNS, _ROW = 3, 24  # of the names
 
 
@@ -36,13 +38,13 @@ class Point(NamedTuple):
     recalled: dict[str, float]
 
 
-def points(folder: Path) -> list[Point]:
-    """The operators that have learned, each once, with the initial weights that recall more.
+def points(folder: Path, records: Sequence[str]) -> dict[str, Point]:
+    """The operators that have learned, by their labels, with the initial weights that recall more.
 
-    folder: the records.
+    folder: where the records are.
     """
     best: dict[str, Point] = {}
-    for name in RECORDS:
+    for name in records:
         found = json.loads((folder / name / "summary.json").read_text(encoding="utf-8"))
         for row in found["comparisons"][0]["operators"]:
             if row["learned"]:
@@ -51,31 +53,37 @@ def points(folder: Path) -> list[Point]:
                 kept = best.setdefault(point.label, point)
                 if sum(pairs.values()) > sum(kept.recalled.values()):
                     best[point.label] = point
-    return list(best.values())
+    return best
 
 
-def svg(found: Sequence[Point]) -> str:
-    """The picture as one SVG: points are numbered, from the operator that recalls the most of all."""
-    found = sorted(found, key=lambda point: -sum(point.recalled.values()))
-    looks = style.looks([point.operator for point in found])
-    colours = [looks[point.operator].light for point in found]
-    names = _TOP + _PANEL[1] + 76
-    height = names + math.ceil(len(found) / _COLUMNS) * _ROW
+def svg(found: Mapping[int, Mapping[str, Point]]) -> str:
+    """The picture as one SVG, of points by width and label. Points are numbered, from the operator that recalls the
+    most of all in the first row.
+    """
+    first, *others = found.values()
+    ordered = sorted(first.values(), key=lambda point: -sum(point.recalled.values()))
+    ordered += [point for row in others for point in row.values() if point.label not in first]
+    numbers = {point.label: number for number, point in enumerate(ordered, 1)}
+    looks = style.looks([point.operator for point in ordered])
+    colours = {point.label: looks[point.operator].light for point in ordered}
+    names = len(found) * _HIGH + 14
+    height = names + math.ceil(len(ordered) / _COLUMNS) * _ROW
     parts = head(_WIDTH, height, "Pairs recalled against the memory that a model keeps")
-    for index, (pairs, tokens, about) in enumerate(CHARTS):
-        shares = [point.recalled[str(pairs)] for point in found]
-        parts.append(f'<g transform="translate({58 + index * 440} {_TOP})">')
-        parts += [
-            text(-40, -38, f"Recalled of {pairs} pairs in {tokens} tokens", weight="600"),
-            text(-40, -20, about, SOFT),
-            *_axes(),
-        ]
-        for number, (point, share, colour) in enumerate(zip(found, shares, colours, strict=True), 1):
-            parts += _disk(number, _ACROSS.at(point.size), _PANEL[1] * (1 - share), colour)
-        parts.append("</g>")
-    for number, (point, colour) in enumerate(zip(found, colours, strict=True), 1):
+    for place, (channels, row) in enumerate(found.items()):
+        for index, (pairs, tokens, about) in enumerate(CHARTS):
+            parts.append(f'<g transform="translate({58 + index * 440} {place * _HIGH + _TOP})">')
+            parts += [
+                text(-40, -38, f"{channels} channels: recalled of {pairs} pairs in {tokens} tokens", weight="600"),
+                text(-40, -20, about, SOFT),
+                *_axes(),
+            ]
+            for label, point in row.items():
+                high = _PANEL[1] * (1 - point.recalled[str(pairs)])
+                parts += _disk(numbers[label], _ACROSS.at(point.size), high, colours[label])
+            parts.append("</g>")
+    for label, number in numbers.items():
         x, y = 27 + (number - 1) % _COLUMNS * 300, names + (number - 1) // _COLUMNS * _ROW
-        parts += [*_disk(number, x, y - 4, colour), text(x + 16, y, point.label)]
+        parts += [*_disk(number, x, y - 4, colours[label]), text(x + 16, y, label)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -100,7 +108,7 @@ def _disk(number: int, x: float, y: float, colour: str) -> list[str]:
 
 def from_records() -> str:
     """The picture of the records that are in the tree."""
-    return svg(points(ROOT / "results"))
+    return svg({channels: points(ROOT / "results", records) for channels, records in RECORDS.items()})
 
 
 if __name__ == "__main__":
