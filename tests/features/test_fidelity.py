@@ -211,7 +211,7 @@ def test_more_nodes_cannot_mend_the_variance() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ArgumentError, match="kind must be one of"):
+    with pytest.raises(ArgumentError, match="kind must be 'iid'"):
         sample("flat", 1, 4, 3, 0)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="dim must be >= 2"):
         sample("iid", 1, 4, 1, 0)

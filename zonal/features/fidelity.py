@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_one_of
 from zonal.algebra.link import Link
 from zonal.features.base import Buffers, FeatureMap
 from zonal.features.learned import rows
@@ -49,7 +49,7 @@ def sample(kind: Inputs, heads: int, length: int, dim: int, seed: int, value_dim
     queries and keys, scaled by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 to a random key up to
     its own position.
     """
-    require(kind in INPUTS, f"sample: kind must be one of {', '.join(INPUTS)}, received {kind!r}.")
+    require_one_of("sample: kind", kind, INPUTS)
     require(dim >= 2, f"sample: dim must be >= 2, received {dim}.")
     draw = torch.Generator().manual_seed(seed)
 

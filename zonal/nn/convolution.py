@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zonal.algebra.declaration import require_one_of
 from zonal.errors import ArgumentError
 from zonal.kernels.mixer import WIDEST, ConvolutionInputs, ConvolutionSpec, short_convolution
 from zonal.nn.compiled import refusal
@@ -117,8 +118,7 @@ class ShortConvolution(nn.Module):
             raise ArgumentError(
                 f"ShortConvolution: required dim >= 1 and width >= 2, received dim={dim}, width={width}."
             )
-        if activation not in (None, "silu"):
-            raise ArgumentError(f"ShortConvolution: activation must be None or 'silu', received {activation!r}.")
+        require_one_of("ShortConvolution: activation", activation, (None, "silu"))
         self.dim = dim
         self.width = width
         self.activation = activation

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
-from zonal.algebra.declaration import require_whole
+from zonal.algebra.declaration import require_one_of, require_whole
 from zonal.algebra.operator import LayerInit
 from zonal.algebra.prior import Causal, ChunkCausal, Window
 from zonal.algebra.refusals import leak
@@ -34,10 +34,7 @@ def sizes_of_heads(call: str, dim: int, heads: int, kv_heads: int | None, head_d
 
 def check_settings(readout_norm: str | None, conv: int, context_dim: int | None, init: str, dropout: float) -> None:
     """Raise ArgumentError for settings that no layer can have."""
-    if readout_norm not in ("auto", "head", "concat", None):
-        raise ArgumentError(
-            f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
-        )
+    require_one_of("nn.Attention: readout_norm", readout_norm, ("auto", "head", "concat", None))
     require_whole("nn.Attention: conv", conv, 0)
     if conv == 1:
         raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
