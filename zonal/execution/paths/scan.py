@@ -198,7 +198,7 @@ class _Scan:
         """The state before the first key."""
         return self.q.new_zeros(self.batch, self.kv, self.job.features.dimension(self.dim), self.v.shape[-1])
 
-    def reversed(self, kept: Sequence[Tensor | None], stride: int) -> Iterator[tuple[Step, Tensor | None]]:
+    def backwards(self, kept: Sequence[Tensor | None], stride: int) -> Iterator[tuple[Step, Tensor | None]]:
         """Steps from the last to the first, each with the state before it, from the states at every so many steps."""
         for part in range(len(kept) - 1, -1, -1):
             first = part * stride
@@ -227,7 +227,7 @@ class _Gradients:
             self.scale = scan.q.new_zeros(scan.kv, *scan.scale.shape[2:4], dtype=torch.float64)
 
     def add(self, step: Step, state: Tensor | None, dy: Tensor) -> None:
-        """The part of a step that reads ``state``; dy (B, H, t, P)."""
+        """Add what a step gives. state: the one before it, which its queries read; dy: of its queries, (B, H, t, P)."""
         scan, block = self.scan, self.scan.block(step)
         if self.state is not None and step.s1 > step.s0:
             self.state = self._absorbed(step, block, self.state)
@@ -280,7 +280,7 @@ class _Gradients:
         self.k[:, :, keys] += ds.mT @ block.q
         return ds @ block.k
 
-    def monomials(self, monomials: Tensor) -> Tensor | None:
+    def of_monomials(self, monomials: Tensor) -> Tensor | None:
         """The gradient of the link's monomials (degrees, 1 or H), from that of the factors of the state."""
         if self.scale is None:
             return None
@@ -348,12 +348,12 @@ class _Function(torch.autograd.Function):
         dfinal = dfinal if job.wanted else None
         found = _Gradients(scan, c, dfinal, needs_c=needs[3], needs_scale=needs[4])
         left = iter(stored)
-        for step, state in scan.reversed([None if empty else next(left) for empty in ctx.empty], ctx.stride):
+        for step, state in scan.backwards([None if empty else next(left) for empty in ctx.empty], ctx.stride):
             found.add(step, state, dy[:, :, step.t0 : step.t1])
         ddecay = _decay_gradient(scan, dy, y, found.v, dfinal, final) if decay is not None and needs[5] else None
         initial = None if not needs[6] else scan.empty() if found.state is None else found.state
         dc = None if found.c is None else found.c.to(c)
-        return found.q, found.k, found.v, dc, found.monomials(monomials), ddecay, initial, None
+        return found.q, found.k, found.v, dc, found.of_monomials(monomials), ddecay, initial, None
 
 
 def _decay_gradient(
