@@ -6,8 +6,9 @@ from zonal import mechanisms, nn
 from zonal.algebra import Operator, anchor, hashing, ledger, link, metric, prior, score
 from zonal.attention import attention
 from zonal.execution.decoder import StepDecoder  # noqa: F401 (what Memory.decoder makes)
-from zonal.execution.explain import Plan, explain, plan
+from zonal.execution.explain import explain
 from zonal.execution.paths.transport import potentials
+from zonal.execution.planned import Plan, plan
 from zonal.kernels.native import portable
 from zonal.memory import Decoder, Memory
 from zonal.theory import carrier, influence, oset, probe, update
