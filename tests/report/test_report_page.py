@@ -436,6 +436,15 @@ def test_missing_and_damaged_folders_are_one_line_errors(tmp_path, damage, messa
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("stop", ["0.9", [], {}])
+def test_an_accuracy_to_stop_at_is_a_number(tmp_path, stop):
+    folder = write_comparison(tmp_path / "comparison", operators=("softmax",), seeds=(0,), rates=(0.001,), steps=30)
+    with edited(folder / "comparison.json") as record:
+        record["training"]["stop_at_accuracy"] = stop
+    with pytest.raises(FileFormatError, match=r"stop_at_accuracy must be .*number.*, received"):
+        report.write(folder)
+
+
 def _damage(folder, name, text):
     write_comparison(folder, operators=("softmax",), seeds=(0,), rates=(0.001,), steps=30)
     (folder / name).write_text(text)

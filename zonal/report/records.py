@@ -278,6 +278,7 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         )
     with understood("report", path):
         data = made(ComparisonData, {**record, "runs": ()}, "comparison")
+        made(float | None, data.stop, "comparison.training.stop_at_accuracy")
     order = {spec: index for index, spec in enumerate(data.operators)}
     runs.sort(key=lambda run: (order.get(run.operator, len(order)), run.operator, run.learning_rate, run.seed))
     return replace(data, runs=tuple(runs))
